@@ -50,24 +50,10 @@ except (KeyboardInterrupt, UsageError) as _error:
 
 
 def load(target: str, **kwargs):
-    """Load a network with its keywords and its weights, in evaluation mode.
+    """Load a network; see `ea_vision.zoo.loaded.load`."""
+    from ea_vision.zoo.loaded import load
 
-    Args:
-        target: the name of a model that has pretrained weights, a run folder, a file of weights or a checkpoint in a
-            run folder, an exported file, "hf-hub:OWNER/NAME" or "local-dir:FOLDER".
-        **kwargs: `device`, `img_size` (height, width) in pixels; further keywords of a model given by its name.
-
-    Raises:
-        UsageError: no such model, run or file, no weights, or weights that do not fit.
-    """
-    from ea_vision.recorder.loading import load_model
-
-    loaded = load_model(str(target), **kwargs)
-    if not loaded.trained:
-        raise UsageError(
-            f"there are no pretrained weights of {target}: timm.create_model({str(target)!r}) has random ones"
-        )
-    return loaded.model
+    return load(target, **kwargs)
 
 
 def preprocess(model, image, processor=None, mean=None, std=None):
@@ -83,7 +69,7 @@ def preprocess(model, image, processor=None, mean=None, std=None):
         UsageError: no such model, no image, or a processor that does not make one image of three channels.
     """
     from ea_vision.recorder.inputs import as_image
-    from ea_vision.recorder.loading import as_model
+    from ea_vision.zoo.loaded import as_model
 
     loaded = as_model(model, processor=processor, mean=mean, std=std)
     return loaded.input_of(as_image(image))[None]

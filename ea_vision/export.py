@@ -30,13 +30,9 @@ from ea_vision.deployment.files import (
 )
 from ea_vision.deployment.fold import LARGEST
 from ea_vision.recorder.inputs import find_images, read_image
-from ea_vision.recorder.loading import (
-    WEIGHTS_HELP,
-    LoadedModel,
-    add_options,
-    check_classifies,
-    load_model,
-)
+from ea_vision.recorder.selection import add_options
+from ea_vision.zoo.loaded import LoadedModel, check_classifies, load_model
+from ea_vision.zoo.source import TARGET_HELP
 
 
 def compare(model: LoadedModel, images: Sequence[Tensor], output: Path) -> str:
@@ -74,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Export the network that the arguments name."""
     parser = CommandParser(description=__doc__)
     parser.add_argument(
-        "model", metavar="MODEL", help=WEIGHTS_HELP.replace("else random", "or --random")
+        "model", metavar="MODEL", help=TARGET_HELP.replace("else random", "or --random")
     )
     parser.add_argument(
         "-o",

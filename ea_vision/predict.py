@@ -26,16 +26,10 @@ from ea_vision.base.devices import choose_device
 from ea_vision.base.errors import CommandParser, UsageError
 from ea_vision.base.files import atomic_write, check_keeps_images, check_output, create, write_json
 from ea_vision.data.image_files import IMAGE_SUFFIXES
-from ea_vision.detection.coco import results_of
 from ea_vision.recorder.inputs import ImageSource, as_image, find_images, read_image
-from ea_vision.recorder.loading import (
-    WEIGHTS_HELP,
-    DetectorModel,
-    LoadedModel,
-    add_options,
-    load_model,
-    positive,
-)
+from ea_vision.recorder.selection import add_options, positive
+from ea_vision.zoo.loaded import LoadedModel, load_model
+from ea_vision.zoo.source import TARGET_HELP
 
 TOP = 5  # classes of an image
 MIN_SCORE = 0.4  # of an object
@@ -126,7 +120,7 @@ def classify(
 
 
 def find_objects(
-    loaded: DetectorModel, images: Sequence[str], args: argparse.Namespace
+    loaded: LoadedModel, images: Sequence[str], args: argparse.Namespace
 ) -> Iterator[tuple[str, str, list]]:
     """Yield for each image its error or "", its objects as text, and COCO's results. Draw the objects if --output is
     given."""
@@ -134,6 +128,8 @@ def find_objects(
         {"--top": args.top},
         f"applies to classes of images, and {args.model} finds objects (--min-score chooses among them)",
     )
+    from ea_vision.detection.coco import results_of  # a classifier does without the room
+
     least = MIN_SCORE if args.min_score is None else args.min_score
     if not 0 <= least <= 1:
         raise UsageError(f"--min-score must be a number from 0 to 1, got {least}")
@@ -183,7 +179,7 @@ def main(argv: list[str] | None = None) -> int:
     """Predict for the images that the arguments name."""
     parser = CommandParser(description=__doc__)
     parser.add_argument(
-        "model", metavar="MODEL", help=WEIGHTS_HELP.replace("else random", "which it must have")
+        "model", metavar="MODEL", help=TARGET_HELP.replace("else random", "which it must have")
     )
     parser.add_argument(
         "images",
@@ -235,7 +231,7 @@ def main(argv: list[str] | None = None) -> int:
     loaded = load_model(args.model, img_size=args.img_size, device=choose_device(args.device))
     rows = []
     code = 0
-    each = find_objects if isinstance(loaded, DetectorModel) else classify
+    each = classify if loaded.classifies else find_objects
     for error, text, of_image in each(loaded, images, args):
         rows += of_image
         if error:

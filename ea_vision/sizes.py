@@ -13,7 +13,6 @@ attention keeps them (our kernels keep fewer), and parameters with the biases of
 counting FLOPs are in experiments/counting.py.
 """
 
-import os
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -31,13 +30,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ea_vision.base.errors import CommandParser, UsageError, near_matches
 from ea_vision.base.files import atomic_write, check_output, csv_text
-from ea_vision.base.networks import evaluating, hub_source
 from ea_vision.base.tables import markdown
 from ea_vision.layers import AugmentedConv2d, MapsAttention
 from ea_vision.models import get_network, list_networks
+from ea_vision.models.inputs import built_size
+from ea_vision.models.modes import evaluating
 from ea_vision.ops import Size, use_implementation
-from ea_vision.recorder.loading import find_origin
-from ea_vision.zoo.preparation import built_size
+from ea_vision.zoo.create import create
+from ea_vision.zoo.source import is_target, source_of
 
 BFLOAT16 = 2  # bytes of a number
 BMM = torch.ops.aten.bmm
@@ -192,7 +192,7 @@ def missed_operations(layer: AugmentedConv2d, counted: dict) -> int:
 
 @cache
 def count_network(name: str) -> tuple[tuple[int, int, int], Counts]:
-    """Build a network, by a name or a path that `find_origin` knows, and count it.
+    """Build a network, by a name or a path that `source_of` knows, and count it.
 
     Returns:
         its input (C, H, W), and what was counted.
@@ -200,12 +200,12 @@ def count_network(name: str) -> tuple[tuple[int, int, int], Counts]:
     Raises:
         UsageError: no such model, or a detector.
     """
-    origin = find_origin(name)
-    origin.check_classifies()
+    source = source_of(name)
+    source.check_kind()
     with torch.device("meta"):
-        model = origin.build()
+        model = create(source, random=True)
     size = model.default_cfg["input_size"]
-    if origin.kwargs:
+    if source.kwargs:
         size = (size[0], *(built_size(model) or size[1:]))
     return size, count(model, size)
 
@@ -218,7 +218,7 @@ def names_of(words: Sequence[str]) -> list[str]:
     """
     names = []
     for word in words or ["*"]:
-        if timm.is_model(word) or hub_source(word)[0] or os.path.exists(word):
+        if is_target(word):
             names.append(word)
             continue
         pattern = word if set(word) & set("*?[") else f"*{word}*"

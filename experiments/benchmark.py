@@ -35,16 +35,18 @@ from ea_vision.base import devices
 from ea_vision.base.devices import choose_device
 from ea_vision.base.errors import CommandParser, RunError, UsageError, exit_code
 from ea_vision.base.files import atomic_write, check_output, csv_text
-from ea_vision.base.networks import DATA_KEYWORDS, create_classifier, lay_out
 from ea_vision.base.provenance import hardware
 from ea_vision.base.tables import markdown
 from ea_vision.engine.config import COMPILE_MODES
 from ea_vision.engine.evaluate import autocast
 from ea_vision.engine.optimizer import check_optimizer_name
 from ea_vision.layers import attention_layers
+from ea_vision.models.modes import lay_out
 from ea_vision.ops import IMPLEMENTATIONS, use_implementation
-from ea_vision.recorder.loading import add_options, find_origin, positive
+from ea_vision.recorder.selection import add_options, positive
 from ea_vision.sizes import names_of
+from ea_vision.zoo.create import DATA_KEYWORDS, create, create_classifier
+from ea_vision.zoo.source import source_of
 
 EXAMPLES = """\
 examples:
@@ -186,15 +188,15 @@ def live_network(name: str, images: Tensor) -> nn.Module:
     Raises:
         UsageError: the network is unknown or refuses these images.
     """
-    origin = find_origin(name)
-    origin.check_classifies()
+    source = source_of(name)
+    source.check_kind()
     torch.manual_seed(0)
     is_channels_last = images.is_contiguous(memory_format=torch.channels_last)
     layout = torch.channels_last if is_channels_last else torch.contiguous_format
     try:
-        kwargs = {key: value for key, value in origin.kwargs.items() if key not in DATA_KEYWORDS}
+        kwargs = {key: value for key, value in source.kwargs.items() if key not in DATA_KEYWORDS}
         side = images.shape[-1]
-        model, _ = create_classifier(origin.name, kwargs, num_classes=1000, img_size=side)
+        model, _ = create_classifier(source.name, kwargs, num_classes=1000, img_size=side)
         model = lay_out(model.to(images.device), layout).train()
         for norm in model.modules():
             is_affine = isinstance(norm, nn.modules.batchnorm._BatchNorm) and norm.affine
@@ -288,7 +290,7 @@ def cases_of(args: argparse.Namespace) -> list[Case]:
 def has_attention(name: str) -> bool:
     """Return whether a network has attention of ea_vision."""
     with torch.device("meta"):
-        return bool(attention_layers(find_origin(name).build()))
+        return bool(attention_layers(create(source_of(name), random=True)))
 
 
 def built_steps(args: argparse.Namespace, images: Tensor) -> tuple[dict[Case, Steps], list[dict]]:

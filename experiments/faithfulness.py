@@ -39,10 +39,10 @@ from tqdm import tqdm
 import ea_vision
 from ea_vision.base.errors import UsageError, exit_code
 from ea_vision.data.small_images import load_dataset
-from ea_vision.recorder.loading import LoadedModel, load_model
 from ea_vision.recorder.probe import untrained_network
 from ea_vision.recorder.quantities import attention_rollout
 from ea_vision.recorder.recording import prefix_names
+from ea_vision.zoo.loaded import LoadedModel, load_model
 
 SHARES = (0.01, 0.05, 0.1, 0.2, 0.5)  # EA paper, table 8, and ERASER
 SCORES = ("comprehensiveness", "sufficiency", "deletion", "insertion")

@@ -23,9 +23,9 @@ from onnxruntime.transformers.float16 import convert_float_to_float16
 import ea_vision  # noqa: F401  (registers the models)
 from ea_vision.base.errors import exit_code
 from ea_vision.base.files import atomic_write
-from ea_vision.base.networks import image_statistics
 from ea_vision.data.small_images import load_dataset
 from ea_vision.deployment.files import About, ExportedNetwork, export_program, sealed, write
+from ea_vision.zoo.preparation import image_statistics
 
 SIZE = (32, 32)
 

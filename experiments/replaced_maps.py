@@ -32,7 +32,9 @@ import ea_vision
 from ea_vision.base.errors import UsageError, exit_code
 from ea_vision.data.small_images import hold_out, load_dataset
 from ea_vision.layers import AugmentedConv2d
-from ea_vision.recorder.loading import LoadedModel, load_model, parse_targets, positive
+from ea_vision.recorder.selection import positive
+from ea_vision.zoo.loaded import LoadedModel, load_model
+from ea_vision.zoo.source import parse_targets
 
 BATCH = 100
 KINDS = ("trained", "uniform", "mean", "other", "none", "own")

@@ -24,17 +24,21 @@ from statsmodels.stats.proportion import proportion_confint
 import ea_vision  # noqa: F401  (registers the models)
 from ea_vision.base.errors import UsageError, exit_code
 from ea_vision.base.files import atomic_write
-from ea_vision.base.networks import CIFAR10, check_classes, encode_weights
 from ea_vision.base.processes import World, join_world
 from ea_vision.data.on_device import EvalLoader
 from ea_vision.data.scaling import Scaling
 from ea_vision.data.small_images import load_dataset
 from ea_vision.engine import run_folder
-from ea_vision.engine.command import resolve_target
 from ea_vision.engine.config import resolve
+from ea_vision.engine.data_module import check_classes
 from ea_vision.engine.evaluate import Evaluation, evaluate
+from ea_vision.engine.evaluation import options_of
 from ea_vision.engine.train_cifar import CifarConfig
 from ea_vision.engine.train_imagenet import ClassFolders, ImageNetConfig
+from ea_vision.models.conv_transformer import CIFAR10
+from ea_vision.zoo.create import load_network
+from ea_vision.zoo.source import source_of
+from ea_vision.zoo.weights_file import encode_weights
 
 LARGEST_LOSS = 0.1  # points of top-1 that float16 may cost
 SHOWN_OPTIONS = """
@@ -259,9 +263,9 @@ def test_images(
         "world_size": 1,
     }
     if split:
-        options, _ = resolve_target(
+        options = options_of(
             ImageNetConfig,
-            str(folder),
+            source_of(str(folder)),
             {"data_dir": data_dir, "val_split": split, "device": "cpu", "workers": 0},
         )
         data = ClassFolders(options, world, training=False)
@@ -270,7 +274,7 @@ def test_images(
         if data.fingerprint in run["data_fingerprint"]:
             raise UsageError(f"--split must name images that {folder} has not seen, got {split}")
         return data.eval_loader(**common), options.tta
-    options, _ = resolve_target(CifarConfig, str(folder), {})
+    options = options_of(CifarConfig, source_of(str(folder)), {})
     data = load_dataset(options.dataset, data_dir, Scaling.filled(options.img_size))
     if data.fingerprint() != run["data_fingerprint"]:
         raise UsageError(
@@ -296,7 +300,11 @@ def write_weights(folder: Path, output: Path, data_dir: str, split: str = "") ->
             named MODEL.TAG.
     """
     finished = read_finished(folder)
-    model, config, run = run_folder.load_run(folder)
+    source = source_of(str(folder))
+    source.check_kind()
+    model, _ = load_network(source)
+    config = source.options
+    run = source.note
     if bool(split) != ("val_split" in config):
         raise UsageError(
             "--split names the test images of a run of train-imagenet, and of no other: "

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ea_vision.__main__ import main
-from ea_vision.recorder.loading import load_model
+from ea_vision.zoo.loaded import load_model
 
 MODEL = "ea_conv_transformer_cifar"
 

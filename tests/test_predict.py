@@ -14,7 +14,7 @@ from PIL import Image
 import ea_vision  # noqa: F401  (registers the models)
 from ea_vision.base.errors import UsageError, exit_code
 from ea_vision.predict import main, predict
-from ea_vision.recorder.loading import as_loaded
+from ea_vision.zoo.loaded import as_loaded
 from tests.data.photos import picture
 from tests.engine.runner import error_of
 

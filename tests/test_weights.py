@@ -21,8 +21,8 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 import ea_vision
 from ea_vision import predict, sizes
 from ea_vision.base.errors import UsageError
-from ea_vision.base.networks import create_classifier
 from ea_vision.engine import run_folder
+from ea_vision.zoo.create import create_classifier
 from experiments.benchmark import live_network
 from tests.process import ROOT
 from tests.slow import slow_but

@@ -7,7 +7,6 @@ from numbers import Number
 from typing import Any
 
 import torch
-from timm.layers import SpaceToDepth, to_2tuple
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -17,51 +16,11 @@ from ea_vision.deployment.evolution import exact
 from ea_vision.layers import AugmentedConv2d, MapsAttention
 from ea_vision.layers.evolution import is_altered
 from ea_vision.models.any_transformer import evolves, keep_logits_that_are_read
+from ea_vision.models.inputs import built_size, input_channels
 from ea_vision.ops import Size
 
-MOST_CHANNELS = 4  # of an image
 USUAL_SIDES = (224, 32, 64, 128, 256, 384)
 LARGEST = 1e-3  # difference of a deployed network's outputs, relative to the largest
-
-
-def input_channels(model: nn.Module) -> int:
-    """Return the number of channels of a network's images, from its first convolution or its configuration.
-
-    Raises:
-        UsageError: it has neither.
-    """
-    config = getattr(model, "pretrained_cfg", None) or {}
-    # TResNet moves pixels into channels before its first convolution
-    moved = [module.bs**2 for module in model.modules() if isinstance(module, SpaceToDepth)]
-    first = dict(model.named_modules()).get(str(config.get("first_conv")))  # as timm names it
-    if isinstance(first, nn.Conv2d):
-        return first.in_channels // math.prod(moved)
-    convolutions = []
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Conv2d) and ".evolution." not in name:  # evolutions take maps
-            convolutions.append(module.in_channels)
-    of_images = [channels for channels in convolutions if channels <= MOST_CHANNELS]
-    if of_images:
-        return of_images[0]
-    if config.get("input_size"):
-        return config["input_size"][0]
-    if convolutions:
-        return convolutions[0] // math.prod(moved)
-    raise UsageError(
-        f"a network that begins with a convolution is required, got {type(model).__name__}"
-    )
-
-
-def own_size(model: nn.Module) -> Size | None:
-    """Return (height, width) in pixels of the images that a network is built for, or None if it does not state it."""
-    owners = [*model.modules(), getattr(model, "config", None)]
-    for name in ("img_size", "image_size"):  # timm's; torchvision's and transformers'
-        for owner in owners:
-            size = getattr(owner, name, None)
-            if size:
-                height, width = to_2tuple(size)
-                return int(height), int(width)
-    return None
 
 
 def example_images(model: nn.Module, size: Size) -> Tensor:
@@ -82,7 +41,7 @@ def _outputs_by_images(model: nn.Module) -> list[tuple[Tensor, list[Tensor]]]:
         UsageError: the network takes no size, or does not return tensors.
     """
     config = getattr(model, "pretrained_cfg", None) or {}
-    own = own_size(model) or (config.get("input_size") or ())[-2:]
+    own = built_size(model) or (config.get("input_size") or ())[-2:]
     results = []
     usual = [(side, side) for side in USUAL_SIDES]
     for size in [own] if own else usual:

@@ -29,7 +29,8 @@ from torchvision.models.detection.retinanet import (
 from torchvision.ops import FeaturePyramidNetwork, sigmoid_focal_loss
 from torchvision.ops.feature_pyramid_network import LastLevelP6P7
 
-from ea_vision.base.networks import create_leaving_out, image_statistics
+from ea_vision.zoo.create import create_leaving_out
+from ea_vision.zoo.preparation import image_statistics
 
 STRIDES = (8, 16, 32)  # of the features that the pyramid is made from, in pixels
 LEVELS = (3, 4, 5, 6, 7)  # of the pyramid: level n has one location per 2^n x 2^n pixels

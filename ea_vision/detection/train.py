@@ -5,6 +5,7 @@ Started by torchrun it runs on several GPUs or machines; the same command contin
 """
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,6 @@ from torch import nn
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import atomic_write, create, csv_text, write_json
-from ea_vision.base.networks import create_by_keywords
 from ea_vision.base.processes import MOST_WORKERS, World
 from ea_vision.data.bad_images import BadImages
 from ea_vision.data.small_images import check_same_classes
@@ -26,7 +26,7 @@ from ea_vision.detection.evaluate import MEASURES, DetectionResult, evaluate, re
 from ea_vision.detection.loaders import BoxEvalLoader, BoxTrainLoader
 from ea_vision.detection.model import Detector, create_detector
 from ea_vision.detection.transforms import eval_transform, train_transform
-from ea_vision.engine import command, run_folder
+from ea_vision.engine import run
 from ea_vision.engine.config import (
     AUGMENT,
     DATA,
@@ -44,6 +44,8 @@ from ea_vision.engine.config import (
 from ea_vision.engine.data_module import DataModule
 from ea_vision.engine.evaluate import autocast
 from ea_vision.engine.train import Trainer
+from ea_vision.zoo.create import build
+from ea_vision.zoo.source import weights_and_note
 
 DESCRIPTION = __doc__
 EXAMPLES = """\
@@ -53,7 +55,7 @@ EXAMPLES = """\
       --model-kwargs fpn_channels=64 head_convs=2 --head-norm batch
   ea-vision train-detection --evaluate runs/detection-aa_resnet50 --data-dir COCO
 """
-TASK = "detection"  # in the `about` section of config.yaml
+KIND = "detection"  # `task` in the `about` section of config.yaml
 log = logging.getLogger("ea_vision.detection.train")
 
 
@@ -189,6 +191,7 @@ class CocoDetection(DataModule):
     examples = EXAMPLES
     options = DetectionConfig
     trainer = DetectionTrainer
+    kind = KIND
     default_output = "runs/detection-{model}"
     least_classes = 1
 
@@ -202,7 +205,7 @@ class CocoDetection(DataModule):
         self.fingerprint = self.test.fingerprint()
         self.evaluated = self.test
         self.about = {
-            "task": TASK,
+            "task": KIND,
             "category_ids": self.test.category_ids,
             "eval_data": str(self.test.json),
         }
@@ -225,19 +228,28 @@ class CocoDetection(DataModule):
     def create_model(self) -> tuple[nn.Module, dict]:
         """Return the detector, and the keywords with which `create_detector` builds it."""
         config = self.config
-        overlay = self._overlay()
-        make = partial(
+        weights, _ = weights_and_note(config.pretrained_path)
+        if weights is not None and not weights.is_file():
+            raise UsageError(
+                f"pretrained_path must be a weights file or a run folder, got {config.pretrained_path}"
+            )
+        constructor = partial(
             create_detector,
             config.model,
-            pretrained=config.pretrained or overlay is not None,
-            pretrained_cfg_overlay=overlay,
+            pretrained=config.pretrained or weights is not None,
+            pretrained_cfg_overlay={"file": str(weights)} if weights else None,
         )
         fixed = {"num_classes": len(self.classes)}
         for name in ("img_size", "anchors", "gamma", "box_loss", "head_norm"):
             fixed[name] = getattr(config, name)
         try:
-            return create_by_keywords(
-                make, config.model, fixed, config.model_kwargs, config.optional_kwargs, log.info
+            return build(
+                constructor,
+                config.model,
+                config.model_kwargs,
+                fixed=fixed,
+                optional=config.optional_kwargs,
+                notice=log.info,
             )
         except UsageError as error:
             if "size mismatch" in str(error):
@@ -249,17 +261,6 @@ class CocoDetection(DataModule):
             raise
         except (SafetensorError, UnpicklingError) as error:
             raise UsageError(f"weights {config.pretrained_path} cannot be read: {error}") from error
-
-    def _overlay(self) -> dict | None:
-        """Return timm's configuration of the backbone's weights if --pretrained-path names them, else None."""
-        given = self.config.pretrained_path
-        if not given:
-            return None
-        path = Path(given)
-        path = path / run_folder.WEIGHTS if path.is_dir() else path
-        if not path.is_file():
-            raise UsageError(f"pretrained_path must be a weights file or a run folder, got {given}")
-        return {"file": str(path)}
 
     def train_loader(self, **keywords) -> BoxTrainLoader:
         config = self.config
@@ -292,22 +293,12 @@ class CocoDetection(DataModule):
             "bad_images": self.bad_images,
         }
 
-    def model_to_evaluate(self, target: str, run: Path | None) -> tuple[Detector, Path]:
-        """Return a run folder's detector, and the folder for results.
-
-        Raises:
-            UsageError: `target` is not a run folder, or its classes do not fit the data.
-        """
-        if run is None:
+    def check_network(self, model: Detector, note: Mapping[str, Any], target: str) -> None:
+        """Raise UsageError if a detector to evaluate has other categories than the data."""
+        if (note["classes"], note["category_ids"]) != (self.classes, self.test.category_ids):
             raise UsageError(
-                f"there are no pretrained detectors: --evaluate needs a run folder, got {target}"
+                f"{target} was trained on other categories than those of {self.test.json}"
             )
-        model, _, about = run_folder.load_run(run, task=TASK, create=create_detector)
-        if (about["classes"], about["category_ids"]) != (self.classes, self.test.category_ids):
-            raise UsageError(
-                f"{run} was trained on other categories than those of {self.test.json}"
-            )
-        return model, Path(self.config.output or run / "evaluation")
 
     def write_evaluation(self, folder: Path, result: DetectionResult, about: dict) -> list[Path]:
         """Write evaluation.json, per_class.csv and detections.json (COCO's results); return their paths."""
@@ -321,4 +312,4 @@ class CocoDetection(DataModule):
         return [evaluation, per_class, detections]
 
 
-main = partial(command.main, CocoDetection)
+main = partial(run.main, CocoDetection)

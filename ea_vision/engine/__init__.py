@@ -1,6 +1,8 @@
 """Training and evaluation, shared by the trainers.
 
-command         the command of a trainer, which puts options, data, model and all below together
+run             the command of a trainer, which puts options, data, model and all below together
+resume          begin a run in its folder, or continue it from a checkpoint
+evaluation      --evaluate: a run, a file of weights or a model by its name
 data_module     what a trainer's file adds: options, data, loaders
 train_cifar     small images: options and data
 train_imagenet  images in class folders, tars or FFCV files: options and data

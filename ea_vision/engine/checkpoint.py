@@ -7,7 +7,6 @@ file or the new one, never half of one.
 import io
 import os
 import random
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,9 +14,8 @@ import numpy as np
 import torch
 
 from ea_vision.base import devices
-from ea_vision.base.errors import UsageError
+from ea_vision.zoo.weights_file import CHECKPOINT_FORMAT, DamagedCheckpoint, read_checkpoint
 
-FORMAT = "ea_vision-checkpoint-3"
 LAST = "last.ckpt"
 PREVIOUS = "last.prev.ckpt"
 BEST = "best.ckpt"
@@ -35,40 +33,11 @@ PARTS = (
 )
 
 
-class DamagedCheckpoint(UsageError):
-    """A file that is not a checkpoint of this trainer, or has changed since it was written."""
-
-
 def encode(state: dict) -> bytes:
     """Return the bytes of a checkpoint file. `state` may hold tensors, dicts, lists, tuples, numbers, text and None."""
     file = io.BytesIO()
-    torch.save({"format": FORMAT, **state}, file)
+    torch.save({"format": CHECKPOINT_FORMAT, **state}, file)
     return file.getvalue()
-
-
-def read_checkpoint(path: Path) -> dict:
-    """Read a checkpoint, with its tensors in main memory, and verify it.
-
-    Raises:
-        DamagedCheckpoint: the file cannot be read, is not a checkpoint of this trainer, or fails its checksum.
-    """
-    if path.exists() and not path.is_file():
-        raise DamagedCheckpoint(f"{path} is not a file")
-    try:
-        with zipfile.ZipFile(path) as file:  # torch.load alone does not notice flipped bits
-            wrong = file.testzip()
-        state = None if wrong else torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # the readers of zip and pickle raise many kinds
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise DamagedCheckpoint(f"{path} cannot be read as a checkpoint: {reason}") from error
-    if wrong:
-        raise DamagedCheckpoint(f"{path} is damaged: the checksum of {wrong} in it does not match")
-    found = state.pop("format", None) if isinstance(state, dict) else None
-    if found != FORMAT:
-        raise DamagedCheckpoint(
-            f"{path} is not a checkpoint of this trainer: its format must be {FORMAT}, got {found}"
-        )
-    return state
 
 
 def read_run_state(path: Path) -> dict:

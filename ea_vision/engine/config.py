@@ -22,8 +22,8 @@ import yaml
 
 from ea_vision.base import devices
 from ea_vision.base.errors import CommandParser, UsageError, near_matches
-from ea_vision.base.networks import channel_statistics
 from ea_vision.base.processes import MOST_WORKERS
+from ea_vision.zoo.preparation import channel_statistics
 
 log = logging.getLogger(__name__)
 GROUPS = (

@@ -2,33 +2,21 @@
 
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import timm
 from torch import nn
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import atomic_write, create, csv_text, write_json
-from ea_vision.base.networks import (
-    check_classes,
-    create_classifier,
-    image_statistics,
-    load_weights,
-    pretrained_classes,
-    pretrained_model,
-    read_made_with,
-    set_image_statistics,
-)
 from ea_vision.base.processes import World
 from ea_vision.data.bad_images import BadImages
-from ea_vision.engine import run_folder
 from ea_vision.engine.config import TrainConfig
-from ea_vision.zoo.preparation import preparation_of_run
-
-
-def said_by_weights(path: str) -> dict:
-    """Return what a file of weights says about the run that made it (classes, mean, std); {} if it says nothing, or if
-    `path` is ""."""
-    return read_made_with(Path(path)) or {}
+from ea_vision.zoo.create import create_classifier
+from ea_vision.zoo.preparation import image_statistics, preparation_of_run, set_image_statistics
+from ea_vision.zoo.source import CLASSIFICATION, weights_and_note
 
 
 class DataModule:
@@ -46,6 +34,7 @@ class DataModule:
         description, examples: for --help.
         options: the dataclass of its options.
         trainer: the training loop; a subclass may have another loss.
+        kind: of the networks that it trains.
         default_output: the run folder if --output is empty, with options in braces.
         least_classes: minimum number of classes.
 
@@ -61,6 +50,7 @@ class DataModule:
         bad_images: collects the images that the loaders cannot read.
     """
 
+    kind = CLASSIFICATION
     least_classes = 2
     same_images = False
     train = None
@@ -82,8 +72,7 @@ class DataModule:
     def create_model(self) -> tuple[nn.Module, dict]:
         """Return the network with its initial weights, and the keywords with which `timm.create_model` builds it."""
         config = self.config
-        weights = config.pretrained_path
-        run = Path(weights) if weights and Path(weights).is_dir() else None
+        weights, note = weights_and_note(config.pretrained_path)
         model, kwargs = create_classifier(
             config.model,
             config.model_kwargs,
@@ -91,10 +80,9 @@ class DataModule:
             num_classes=len(self.classes),
             img_size=config.img_size,
             pretrained=config.pretrained,
-            weights=str(run / run_folder.WEIGHTS) if run else weights,
+            weights=weights,
         )
-        about = run_folder.read_config(run)[1] if run else said_by_weights(weights)
-        set_image_statistics(model, about)
+        set_image_statistics(model, note)
         return model, kwargs
 
     def check(self) -> None:
@@ -146,41 +134,14 @@ class DataModule:
             "world_size": self.world.size,
         }
 
-    def model_to_evaluate(self, target: str, run: Path | None) -> tuple[nn.Module, Path]:
-        """Return the model that `target` names, for this data, and the folder for its results.
+    def check_network(self, model: nn.Module, note: Mapping[str, Any], target: str) -> None:
+        """Raise UsageError if a network to evaluate has other classes than the data.
 
         Args:
-            run: the run folder, if `target` is one; otherwise the model has the weights of --pretrained-path, or its
-                own pretrained ones.
-
-        Raises:
-            UsageError: weights are missing or do not fit, or the model's classes are not those of the data.
+            note: of the network's weights. target: what was evaluated, for the message.
         """
-        config = self.config
-        expected = None
-        name = re.sub(r"[/\\:]", "_", target)
-        output = Path("runs") / f"evaluation-{name}"
-        if run is not None:
-            model, _, about = run_folder.load_run(run)
-            expected = about["classes"]
-            output = run / "evaluation"
-        elif config.pretrained_path:
-            model, _ = create_classifier(
-                config.model,
-                config.model_kwargs,
-                config.optional_kwargs,
-                num_classes=len(self.classes),
-                img_size=config.img_size,
-            )
-            load_weights(model, Path(config.pretrained_path))
-            about = said_by_weights(config.pretrained_path)
-            expected = about.get("classes")
-            set_image_statistics(model, about)
-        else:
-            model = pretrained_model(target, config.model_kwargs)
-            expected = pretrained_classes(model, self.classes)
+        expected = note.get("classes") or pretrained_classes(model, self.classes)
         check_classes(model, self.classes, expected, target)
-        return model, Path(config.output or output)
 
     def write_evaluation(self, folder: Path, result, about: dict) -> list[Path]:
         """Write a result of the trainer's `evaluate` to evaluation.json, per_class.csv and confusion.png; return their
@@ -210,3 +171,29 @@ class DataModule:
         atomic_write(per_class, csv_text(rows).encode())
         atomic_write(picture, confusion_png(result, self.classes, about["model"]))
         return [evaluation, per_class, picture]
+
+
+def check_classes(
+    model: nn.Module, classes: list[str], expected: list[str] | None, source: str
+) -> None:
+    """Raise UsageError if a model's classes differ from those of the data in number or, if they are known, in name."""
+    if model.num_classes != len(classes):
+        raise UsageError(f"{source} has {model.num_classes} classes, the data {len(classes)}")
+    if expected is not None and expected != classes:
+        first = next((a, b) for a, b in zip(expected, classes, strict=True) if a != b)
+        raise UsageError(
+            f"{source} was trained on other classes: {first[0]!r} where the data has {first[1]!r}"
+        )
+
+
+def pretrained_classes(model: nn.Module, classes: list[str]) -> list[str] | None:
+    """Return the class names of a model's pretrained weights, to compare with the data's, or None if they are unknown.
+
+    They are the `label_names` of its configuration. Without these they are ImageNet's, if the model has 1000 classes
+    and the data's are WordNet IDs.
+    """
+    if model.pretrained_cfg.get("label_names"):
+        return list(model.pretrained_cfg["label_names"])
+    if model.num_classes == 1000 and all(re.fullmatch(r"n\d{8}", name) for name in classes):
+        return list(timm.data.ImageNetInfo().label_names())
+    return None

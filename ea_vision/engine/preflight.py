@@ -9,12 +9,12 @@ from torch import nn
 
 from ea_vision.base import devices
 from ea_vision.base.errors import UsageError
-from ea_vision.base.networks import REFUSALS
 from ea_vision.base.units import duration, memory_size
 from ea_vision.engine import checkpoint
 from ea_vision.engine.config import TrainConfig, load_recipe, resolve
 from ea_vision.engine.evaluate import autocast
 from ea_vision.engine.train import Trainer
+from ea_vision.zoo.create import REFUSALS
 
 log = logging.getLogger(__name__)
 TRIAL_IMAGES_ON_CPU = 8

@@ -6,43 +6,31 @@ import logging
 import math
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import timm
 import yaml
 from filelock import FileLock, Timeout, UnixFileLock
-from torch import Tensor, nn
+from torch import Tensor
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import atomic_write, create, csv_text
-from ea_vision.base.networks import (
-    MADE_WITH,
-    REFUSALS,
-    check_model_name,
-    encode_weights,
-    load_weights,
-    set_image_statistics,
-    with_note,
-)
 from ea_vision.base.processes import World
 from ea_vision.models import EVOLVED, list_networks
+from ea_vision.models.note import NOTE, with_note
+from ea_vision.zoo.source import CLASSIFICATION, CONFIG, FORMAT, SNAPSHOTS, WEIGHTS, read_config
+from ea_vision.zoo.weights_file import encode_weights
 
 log = logging.getLogger(__name__)
-FORMAT = 1  # of a run folder, in config.yaml
-CONFIG = "config.yaml"
 METRICS = "metrics.csv"
-WEIGHTS = "model.safetensors"
 RESULTS = "results.json"
-# entries of a run's `about` section that the metadata of its weights repeat
-SAID_BY_WEIGHTS = ("model_kwargs", "task", "classes", "category_ids", "mean", "std")
+# entries of a run's `about` section that the note in its weights repeats
+NOTE_ENTRIES = ("model_kwargs", "task", "classes", "category_ids", "mean", "std")
 LOCK = ".lock"
 OWNER = ".owner"  # which process holds the lock
-SNAPSHOTS = "snapshots"  # the folder of --snapshot-epochs
 MEASURES = ("top1", "top5")  # of an evaluation, in percent; another trainer may have others
-CLASSIFICATION = "classification"  # what a run learns, unless `about` has another `task`
 
 
 @contextmanager
@@ -125,48 +113,6 @@ def write_config(folder: Path, config: dict, about: dict) -> None:
     atomic_write(folder / CONFIG, yaml.safe_dump(content, sort_keys=False, width=120).encode())
 
 
-def read_config(folder: Path) -> tuple[dict, dict]:
-    """Return the options and the `about` section of a run folder.
-
-    Raises:
-        UsageError: not a run folder, or one of another format.
-    """
-    try:
-        config = _read_config(folder)
-    except (OSError, yaml.YAMLError, ValueError, TypeError, LookupError) as error:
-        raise UsageError(f"{folder} is not a run folder: it has no readable {CONFIG}") from error
-    about = config.pop("about")
-    if about.get("format") != FORMAT:
-        raise UsageError(
-            f"{folder} must be a run folder of format {FORMAT}, got {about.get('format')}: another "
-            "release wrote it"
-        )
-    return config, about
-
-
-def _read_config(folder: Path) -> dict:
-    """Return the content of config.yaml, which has a mapping `about`."""
-    config = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
-    if not isinstance(config["about"], dict):
-        raise ValueError("a run's about is a mapping")
-    return config
-
-
-def folder_of_file(path: Path) -> Path:
-    """Return the folder in which a checkpoint, weights or a snapshot of a run lie."""
-    return path.parent.parent if path.parent.name == SNAPSHOTS else path.parent
-
-
-def run_of_file(path: Path) -> Path | None:
-    """Return the run folder that holds a checkpoint, weights or a snapshot. None if there is none: the config.yaml
-    beside the file may be another program's."""
-    folder = folder_of_file(path)
-    try:
-        return folder if "format" in _read_config(folder)["about"] else None
-    except (OSError, yaml.YAMLError, ValueError, TypeError, LookupError):
-        return None
-
-
 # ---- metrics.csv ----------------------------------------------------------------------------------------------------
 
 
@@ -204,25 +150,26 @@ def read_metrics(folder: Path) -> dict[str, list[float]]:
 # ---- weights and results --------------------------------------------------------------------------------------------
 
 
-def made_with(folder: Path) -> dict[str, Any] | None:
-    """Return the model's name and the SAID_BY_WEIGHTS entries of a run's config.yaml; None without that file."""
+def note_of(folder: Path) -> dict[str, Any] | None:
+    """Return the note for a run's weights, from its config.yaml: the model's name and NOTE_ENTRIES; None without that
+    file."""
     if not (folder / CONFIG).is_file():
         return None
     config, about = read_config(folder)
-    said = {key: about[key] for key in SAID_BY_WEIGHTS if key in about}
-    return {"model": config.get("model"), **said}
+    entries = {key: about[key] for key in NOTE_ENTRIES if key in about}
+    return {"model": config.get("model"), **entries}
 
 
-def _encode(folder: Path, weights: dict[str, Tensor], about: dict[str, str]) -> bytes:
+def _encode(folder: Path, weights: dict[str, Tensor], metadata: dict[str, str]) -> bytes:
     """Return a file of a run's weights. Those of ea_vision's classifiers include the note that these networks check."""
-    said = made_with(folder)
-    if said is None:
-        return encode_weights(weights, about)
-    note = json.dumps(said)
-    checks_notes = said["model"] in (*list_networks(), EVOLVED)
-    if checks_notes and said.get("task", CLASSIFICATION) == CLASSIFICATION:
-        weights = with_note(weights, note)
-    return encode_weights(weights, {**about, MADE_WITH: note})
+    note = note_of(folder)
+    if note is None:
+        return encode_weights(weights, metadata)
+    text = json.dumps(note)
+    checks_notes = note["model"] in (*list_networks(), EVOLVED)
+    if checks_notes and note.get("task", CLASSIFICATION) == CLASSIFICATION:
+        weights = with_note(weights, text)
+    return encode_weights(weights, {**metadata, NOTE: text})
 
 
 def write_weights(folder: Path, weights: dict[str, Tensor]) -> None:
@@ -257,39 +204,3 @@ def read_results(folder: Path) -> dict | None:
             f"cannot read {path}: {error}; delete this file and the run's command writes it again"
         ) from error
     return results
-
-
-def load_run(
-    folder: Path,
-    *,
-    task: str = CLASSIFICATION,
-    create: Callable[..., nn.Module] = timm.create_model,
-) -> tuple[nn.Module, dict, dict]:
-    """Build the model of a run with its best weights, in eval mode; return it with the run's options and `about`.
-
-    Args:
-        task: that the run must have. create: function that makes a model from its name and keywords.
-
-    Raises:
-        UsageError: not a run folder, a run of another task, or weights that do not fit the model.
-    """
-    config, about = read_config(folder)
-    found = about.get("task", CLASSIFICATION)
-    if found != task:
-        raise UsageError(f"{folder} must be a run of {task}, got one of {found}")
-    weights = folder / WEIGHTS
-    if not weights.exists():
-        raise UsageError(
-            f"run {folder} has no {WEIGHTS} yet: it appears with the first evaluated epoch"
-        )
-    check_model_name(config["model"])
-    try:
-        model = create(config["model"], **about["model_kwargs"])
-    except REFUSALS as error:
-        raise UsageError(
-            f"run {folder}: model {config['model']} refuses {about['model_kwargs']}: {error}"
-        ) from error
-    load_weights(model, weights)
-    if hasattr(model, "pretrained_cfg"):  # a classifier
-        set_image_statistics(model, about)
-    return model.eval(), config, about

@@ -23,6 +23,15 @@ log = logging.getLogger(__name__)
 COLUMNS = ("step", "epoch", "lr", "train_loss", "images_per_s", "data_wait_percent", "memory_mib")
 
 
+def log_to_stdout(rank: int) -> None:
+    """Show the package's messages on stdout, those of rank 0 only."""
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("%(asctime)s  %(message)s", "%m-%d %H:%M:%S"))
+    logger = logging.getLogger("ea_vision")
+    logger.handlers = [handler]
+    logger.setLevel(logging.INFO if rank == 0 else logging.CRITICAL)
+
+
 def memory_mib(device: torch.device) -> float:
     """Return the memory of this process in MiB: the peak on its GPU or, without one, main memory in use now."""
     used = peak_memory(device)

@@ -27,7 +27,6 @@ from tqdm import tqdm
 
 from ea_vision.base.errors import RunError, UsageError
 from ea_vision.base.files import atomic_write, write_json
-from ea_vision.base.networks import lay_out, load_state, non_finite
 from ea_vision.base.processes import WorkerLost, mean_in_order, worker_lost
 from ea_vision.base.units import duration
 from ea_vision.engine import checkpoint, run_folder
@@ -38,6 +37,8 @@ from ea_vision.engine.signals import StopRequest
 from ea_vision.engine.step_log import memory_mib, rounded
 from ea_vision.engine.watch import MapsWatch
 from ea_vision.layers import learnable_gates
+from ea_vision.models.modes import lay_out
+from ea_vision.zoo.weights_file import load_state, non_finite
 
 log = logging.getLogger(__name__)
 LEAST_SCALE = 1e-4  # of float16 gradients, as fairseq's --min-loss-scale

@@ -10,7 +10,7 @@ from ea_vision.base.processes import World
 from ea_vision.data.augment import PADDING_MODES, Augmentation
 from ea_vision.data.on_device import EvalLoader, TrainLoader
 from ea_vision.data.small_images import DATASETS, hold_out, load_dataset, places_of
-from ea_vision.engine import command
+from ea_vision.engine import run
 from ea_vision.engine.classification import ClassificationConfig, ClassificationTrainer
 from ea_vision.engine.config import AUGMENT, DATA, EVALUATION, option, setting
 from ea_vision.engine.data_module import DataModule
@@ -147,4 +147,4 @@ class SmallImages(DataModule):
         return self.train.names[index]
 
 
-main = partial(command.main, SmallImages)
+main = partial(run.main, SmallImages)

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from ea_vision.base.errors import UsageError
-from ea_vision.base.networks import REFUSALS
 from ea_vision.base.processes import MOST_WORKERS, World, usable_cpus
 from ea_vision.data.bad_images import BadImages
 from ea_vision.data.batches import GrowingSize
@@ -25,10 +24,11 @@ from ea_vision.data.imagenet import ImageEvalLoader, ImageTrainLoader, train_tra
 from ea_vision.data.named_datasets import open_dataset
 from ea_vision.data.small_images import check_same_classes
 from ea_vision.data.splits import find_split
-from ea_vision.engine import command
+from ea_vision.engine import run
 from ea_vision.engine.classification import ClassificationConfig, ClassificationTrainer
 from ea_vision.engine.config import AUGMENT, DATA, EVALUATION, MODEL, RUN, option, setting
 from ea_vision.engine.data_module import DataModule
+from ea_vision.zoo.create import REFUSALS
 
 DESCRIPTION = __doc__
 EXAMPLES = """\
@@ -390,4 +390,4 @@ def checked_train_transform(config: ImageNetConfig, img_size: int):
         ) from error
 
 
-main = partial(command.main, ClassFolders)
+main = partial(run.main, ClassFolders)

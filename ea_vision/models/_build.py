@@ -21,11 +21,19 @@ from timm.models import (
 from torch import Tensor, nn
 
 from ea_vision.base.errors import UsageError
-from ea_vision.base.networks import MADE_WITH, SCENES, read_made_with
 from ea_vision.models._convert import checkpoint_filter_fn
-from ea_vision.models._made_with import MadeWith, check_agreement, fixed, refuse_other_weights
+from ea_vision.models.note import (
+    NOTE,
+    TrainedKeywords,
+    check_agreement,
+    check_notes,
+    fixed,
+    read_note,
+)
 
 log = logging.getLogger(__name__)
+# The classes of experiments/scenes, in their order.
+SCENES = ("buildings", "forest", "glacier", "mountain", "sea", "street")
 
 
 @dataclass(frozen=True)
@@ -70,7 +78,7 @@ def register_networks(
             # needed to build it again; timm's configuration has no field for it
             model.trained_with = trained
             model._model_args = dict(trained)  # timm's save_for_hf writes these
-            refuse_other_weights(model, partial(_check_note, module, model_cls, wanted))
+            check_notes(model, partial(_check_note, module, model_cls, wanted))
             return model
 
         entry.__name__ = name
@@ -89,16 +97,16 @@ def _trained_with(
     Raises:
         UsageError: the network's or the caller's keywords contradict them.
     """
-    made = _made_with(name, kwargs)
-    if made is None:
+    trained = _trained_keywords(name, kwargs)
+    if trained is None:
         return {}
-    wanted = {**network.kwargs, **kwargs}
-    check_agreement(made, wanted, model_cls)
-    return made.missing(wanted)
+    keywords = {**network.kwargs, **kwargs}
+    check_agreement(trained, keywords, model_cls)
+    return trained.missing(keywords)
 
 
-def _made_with(name: str, kwargs: Mapping[str, Any]) -> MadeWith | None:
-    """Return what the weights that timm will load were made with, or None if that is not known.
+def _trained_keywords(name: str, kwargs: Mapping[str, Any]) -> TrainedKeywords | None:
+    """Return the keywords that the weights that timm will load were trained with, or None if they are not known.
 
     None also for weights of another family's network: they are converted, or do not fit.
     """
@@ -109,7 +117,7 @@ def _made_with(name: str, kwargs: Mapping[str, Any]) -> MadeWith | None:
     # timm reads these from the config.json of the hub or a folder
     saved = kwargs.get("pretrained_model_args")
     if saved:
-        return MadeWith(cfg.hf_hub_id or cfg.file or name, {**network.kwargs, **saved})
+        return TrainedKeywords(cfg.hf_hub_id or cfg.file or name, {**network.kwargs, **saved})
     if not cfg.file:
         return None
     path = Path(cfg.file)
@@ -118,28 +126,28 @@ def _made_with(name: str, kwargs: Mapping[str, Any]) -> MadeWith | None:
         registered = base in _NETWORKS and is_model_pretrained(full)
         if registered and get_pretrained_cfg(full).file == cfg.file:
             trained = get_network(base).trained.get(tag, {})
-            return MadeWith(full, {**get_network(base).kwargs, **trained})
-    made = read_made_with(path)
-    if made is None or _NETWORKS.get(made["model"], ("",))[0] != family:
+            return TrainedKeywords(full, {**get_network(base).kwargs, **trained})
+    note = read_note(path)
+    if note is None or _NETWORKS.get(note["model"], ("",))[0] != family:
         return None
-    return MadeWith(str(path), {**get_network(made["model"]).kwargs, **made["model_kwargs"]})
+    return TrainedKeywords(str(path), {**get_network(note["model"]).kwargs, **note["model_kwargs"]})
 
 
 def _check_note(
     family: str,
     model_cls: type[nn.Module],
     kwargs: Mapping[str, Any],
-    said: Mapping[str, Any],
+    note: Mapping[str, Any],
     model: nn.Module,
 ) -> None:
-    """Raise UsageError if a network's keywords contradict those with which weights say they were made."""
-    home, network = _NETWORKS.get(said["model"], ("", None))
+    """Raise UsageError if a network's keywords contradict those in the note of weights."""
+    home, network = _NETWORKS.get(note["model"], ("", None))
     if home != family:
         return  # names or shapes differ
-    made = MadeWith(f"of {said['model']}", {**network.kwargs, **said["model_kwargs"]})
-    built = {**kwargs, **made.defaults(kwargs, model_cls)}
-    built.pop("qk_norm", None)  # loading takes it over or refuses the weights
-    check_agreement(made, fixed(built, model), model_cls)
+    trained = TrainedKeywords(f"of {note['model']}", {**network.kwargs, **note["model_kwargs"]})
+    keywords = {**kwargs, **trained.defaults(kwargs, model_cls)}
+    keywords.pop("qk_norm", None)  # loading takes it over or refuses the weights
+    check_agreement(trained, fixed(keywords, model), model_cls)
 
 
 @cache  # three networks share each plain one
@@ -174,7 +182,7 @@ def _choose_plain_weights(name: str, network: Network, kwargs: dict[str, Any]) -
     if network.plain is None or not isinstance(tag, (str, type(None))):
         return kwargs
     if kwargs.get("fusion") == "add":
-        if tag is None and _made_with(name, kwargs) is None:
+        if tag is None and _trained_keywords(name, kwargs) is None:
             return {**kwargs, "pretrained_cfg": get_pretrained_cfg(network.plain).tag}
         return kwargs
     if not kwargs.get("pretrained_cfg_overlay"):
@@ -311,7 +319,7 @@ def build_network(
     filter_fn = getattr(model_cls, "checkpoint_filter_fn", checkpoint_filter_fn)
 
     def filter_weights(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-        state_dict.pop(MADE_WITH, None)  # read from the file's metadata
+        state_dict.pop(NOTE, None)  # read from the file's metadata
         return filter_fn(state_dict, model)
 
     net = build_model_with_cfg(

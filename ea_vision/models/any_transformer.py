@@ -27,8 +27,8 @@ from ea_vision.layers import AugmentedConv2d, MapsAttention
 from ea_vision.layers.sequence_attention import thread_of_forward, whole
 from ea_vision.layers.tracing import keep_whole
 from ea_vision.models._chain import Size, frozen_in_backward
-from ea_vision.models._made_with import forget_evolution, remember_evolution
 from ea_vision.models._mechanisms import Mechanisms, check_idle, refuse
+from ea_vision.models.note import forget_evolution, remember_evolution
 
 CARRIED = "_ea_vision_carried"  # attribute of the tokens between blocks
 

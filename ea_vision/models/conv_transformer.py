@@ -25,7 +25,6 @@ from timm.layers import ClassifierHead, ConvNormAct, DropPath
 from timm.models import generate_default_cfgs
 from torch import Tensor, nn
 
-from ea_vision.base.networks import CIFAR10
 from ea_vision.layers import AugmentedConv2d
 from ea_vision.models._build import Network, cifar_cfg, register_networks, shipped_weights
 from ea_vision.models._chain import (
@@ -41,6 +40,9 @@ from ea_vision.models._chain import (
     run_conv,
     to_size,
 )
+
+# CIFAR-10's classes in its order, as timm's `label_names` and our folders have them.
+CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
 
 def feed_forward(channels: int, drop: float, **dd: Any) -> nn.Sequential:

@@ -22,7 +22,6 @@ from torchvision.models import resnet as torchvision_resnet
 from ea_vision.layers import AugmentedConv2d
 from ea_vision.layers.evolution import all_zero
 from ea_vision.models._chain import AttentionConfig, Size, hand_on, run_conv, to_size
-from ea_vision.models._made_with import forget_evolution, remember_evolution
 from ea_vision.models._mechanisms import refuse
 from ea_vision.models.any_transformer import shared_copy
 from ea_vision.models.attn_resnet import (
@@ -35,6 +34,7 @@ from ea_vision.models.attn_resnet import (
     Placement,
     ResNetStages,
 )
+from ea_vision.models.note import forget_evolution, remember_evolution
 
 
 class AttnTorchvisionBasicBlock(AttendsInBasicBlock, torchvision_resnet.BasicBlock):

@@ -12,8 +12,8 @@ import timm
 from timm.models import load_pretrained, register_model, resolve_pretrained_cfg
 from torch import nn
 
-from ea_vision.models._made_with import EVOLVED
 from ea_vision.models.evolve import evolve
+from ea_vision.models.note import EVOLVED
 
 
 @register_model

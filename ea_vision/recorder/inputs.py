@@ -26,6 +26,7 @@ from ea_vision.data.image_files import (
 from ea_vision.data.image_names import displayable
 from ea_vision.data.scaling import Scaling
 from ea_vision.data.small_images import load_dataset
+from ea_vision.zoo.preparation import in_unit_range
 
 ImageSource = str | Path | Image.Image | np.ndarray
 DIGIT_SIZE = (8, 8)
@@ -112,19 +113,6 @@ def names_of(images: Sequence[ImageSource | Tensor]) -> list[str]:
 def as_image(image: ImageSource | Tensor | Mapping) -> Image.Image | Tensor | Mapping:
     """Return a tensor or the mapping of an image processor unchanged; read anything else by `read_image`."""
     return image if isinstance(image, (Tensor, Mapping)) else read_image(image)
-
-
-def in_unit_range(values: Tensor, rounding: float = 0.0) -> Tensor:
-    """Return uint8 or floating-point values as float32 in 0..1; floating-point ones may exceed it by `rounding`."""
-    if values.dtype == torch.uint8:
-        return values / 255
-    low, high = (end.item() for end in values.cpu().double().aminmax())
-    if values.is_floating_point() and -rounding <= low and high <= 1 + rounding:
-        return values.float().clamp(0, 1)
-    raise UsageError(
-        "an image's values must be uint8, or floating point and lie in 0..1; a tensor may be normalised by the "
-        f"model's mean and std, got {values.dtype} from {low:g} to {high:g}"
-    )
 
 
 def _check_is_file(path: str | Path) -> None:

@@ -36,21 +36,18 @@ from ea_vision.base.provenance import hardware, provenance
 from ea_vision.base.tables import markdown
 from ea_vision.data.small_images import DATASETS, Images, hold_out, load_dataset
 from ea_vision.layers.foreign import prefix_names
-from ea_vision.recorder.loading import (
-    WEIGHTS_HELP,
-    LoadedModel,
-    add_options,
-    check_classifies,
-    load_model,
-    numbered,
-    parse_layers,
-    parse_queries,
-    parse_targets,
-    positive,
-)
 from ea_vision.recorder.maps import Query
 from ea_vision.recorder.probe_network import ProbeRecipe, in_batches, train_probe
 from ea_vision.recorder.recording import record_attention, recordable_layers
+from ea_vision.recorder.selection import (
+    add_options,
+    numbered,
+    parse_layers,
+    parse_queries,
+    positive,
+)
+from ea_vision.zoo.loaded import LoadedModel, check_classifies, load_model
+from ea_vision.zoo.source import TARGET_HELP, parse_targets
 
 CONTROLS = ("untrained", "shuffled")
 # layers 16 / 17 / 18
@@ -232,7 +229,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--model",
         required=True,
         metavar="NAME|RUN[,..]",
-        help=f"{WEIGHTS_HELP}; several separated by commas",
+        help=f"{TARGET_HELP}; several separated by commas",
     )
     add(
         "--layers",

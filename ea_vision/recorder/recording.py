@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from ea_vision.layers import AugmentedConv2d, MapsAttention
 from ea_vision.layers.foreign import calls_attention, heads_of, prefix_names
+from ea_vision.models.modes import unwrap
 from ea_vision.recorder.interception import Hooks, Take, compiled_code_runs_eagerly, intercepted
 from ea_vision.recorder.layouts import Layout, Sight, image_seen, layout_finder, learned_queries
 from ea_vision.recorder.maps import PARTS, AttentionMaps, LayerMaps
@@ -275,13 +276,6 @@ def _is_attention(module: nn.Module) -> bool:
     if hasattr(module, "lambda_init") and name != "DiffAttention":
         return False
     return not POSITIONS.search(name)
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """Return the network inside DistributedDataParallel and torch.compile, in any order."""
-    while isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod"):
-        model = getattr(model, "_orig_mod", None) or model.module
-    return model
 
 
 def _find(model: nn.Module) -> dict[AttentionLayer, nn.Module]:

@@ -32,15 +32,16 @@ from ea_vision.base.errors import UsageError
 from ea_vision.base.files import atomic_write
 from ea_vision.ops import Size
 from ea_vision.recorder.inputs import ImageSource, find_images, names_of, read_image
-from ea_vision.recorder.loading import DetectorModel, LoadedModel, positive
 from ea_vision.recorder.quantities import total_variation
 from ea_vision.recorder.recording import PARTS, AttentionLayer, LayerMaps, prefix_names
+from ea_vision.recorder.selection import positive
 from ea_vision.visualize.figure_options import DEMO, check_output, loader, make_parser
 from ea_vision.visualize.figure_request import FigureRequest, Layers, Models, only
 from ea_vision.visualize.image_maps import add_own_alone, as_images, before_shares, equation, record
 from ea_vision.visualize.map_style import SIGNED_MAP
 from ea_vision.visualize.run_epochs import epochs_of, run_label
 from ea_vision.visualize.tiles import MEAN, OWN_ALONE
+from ea_vision.zoo.loaded import LoadedModel
 
 EXAMPLES = """\
   ea-vision explore --model ea_conv_transformer_cifar -o page.html photo.jpg
@@ -179,7 +180,7 @@ class Explorer:
     """The models that a page shows, with their layers and heads.
 
     models: one to three.
-    layers: one list per model; see `recorder.loading.parse_layers`.
+    layers: one list per model; see `recorder.selection.parse_layers`.
     heads: counted from 0; () means all.
     parts: some of STORED_PARTS; each layer shows those that it has.
     """
@@ -242,10 +243,10 @@ class Explorer:
                 changes = maps[layer.number][CHANGE][:-1, prefix:-1]
                 largest[layer.number] = self._largest(seen.img_size, layer, changes)
         streams, places = pack(maps, prefix)
-        if isinstance(model, DetectorModel):
-            predictions = _objects(seen.output, model, image)
-        else:
+        if model.classifies:
             predictions = _likeliest(seen.output, model.classes)
+        else:
+            predictions = _objects(seen.output, model, image)
         photo = (seen.pixels() * 255).round().astype(np.uint8)
         return {
             "photo": data_url(photo),
@@ -333,7 +334,7 @@ def _likeliest(output: Any, names: Sequence[str] | None) -> list[dict]:
 
 
 def _objects(
-    output: Sequence[dict[str, Tensor]], model: DetectorModel, image: Image.Image
+    output: Sequence[dict[str, Tensor]], model: LoadedModel, image: Image.Image
 ) -> list[dict]:
     """Return the objects with the highest scores: name, probability, and box (x1, y1, x2, y2) in pixels of the input,
     clipped to the area that the image fills."""

@@ -15,17 +15,12 @@ from ea_vision.base.figures import FORMATS as PICTURES
 from ea_vision.base.figures import figure_bytes
 from ea_vision.base.files import check_keeps_images
 from ea_vision.recorder.inputs import find_images, read_image
-from ea_vision.recorder.loading import (
-    WEIGHTS_HELP,
-    LoadedModel,
-    add_options,
-    load_model,
-    parse_targets,
-    positive,
-)
+from ea_vision.recorder.selection import add_options, positive
 from ea_vision.visualize.figure_request import MOST_LAYERS, FigureRequest
 from ea_vision.visualize.map_style import SCALES, STYLE, STYLE_FIELDS, STYLES
 from ea_vision.visualize.run_epochs import epochs_of
+from ea_vision.zoo.loaded import LoadedModel, load_model
+from ea_vision.zoo.source import TARGET_HELP, parse_targets
 
 DEMO = ["ea_conv_transformer_cifar"]  # the default model
 SHARED = ("layers", "heads", "queries", "width", *STYLE_FIELDS)
@@ -58,7 +53,7 @@ def make_parser(
         action="extend",
         type=parse_targets,
         metavar="NAME|RUN[,..]",
-        help=f"{WEIGHTS_HELP}; several separated by commas or each with its own --model (default: "
+        help=f"{TARGET_HELP}; several separated by commas or each with its own --model (default: "
         f"{DEMO[0]})",
     )
     add_options(parser, "--random", "--img-size", "--device")

@@ -34,12 +34,13 @@ from torch import nn
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.figures import check_width
-from ea_vision.recorder.loading import LoadedModel, parse_layers, parse_queries
 from ea_vision.recorder.recording import AttentionLayer, AttentionMaps, LayerMaps
+from ea_vision.recorder.selection import parse_layers, parse_queries
 from ea_vision.visualize.image_maps import AnyImage, as_models, record
 from ea_vision.visualize.map_style import style_of
 from ea_vision.visualize.sheet import TooHigh
 from ea_vision.visualize.tiles import ALL, MEAN, Head, Query, Recording
+from ea_vision.zoo.loaded import LoadedModel
 
 log = logging.getLogger(__name__)
 

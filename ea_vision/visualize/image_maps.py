@@ -12,15 +12,16 @@ from torchvision.transforms.v2.functional import crop
 
 import ea_vision
 from ea_vision.base.errors import UsageError
-from ea_vision.base.networks import evaluating
+from ea_vision.models.modes import evaluating
 from ea_vision.ops import Size
 from ea_vision.recorder.inputs import ImageSource, as_image
-from ea_vision.recorder.loading import LoadedModel, as_model, numbered
 from ea_vision.recorder.quantities import own_alone
 from ea_vision.recorder.recording import AttentionLayer, AttentionMaps, LayerMaps
+from ea_vision.recorder.selection import numbered
 from ea_vision.visualize.tiles import OWN_ALONE, Recording
+from ea_vision.zoo.loaded import LoadedModel, as_model
 
-AnyImage = ImageSource | Tensor  # see `ea_vision.recorder.loading.LoadedModel.input_of`
+AnyImage = ImageSource | Tensor  # see `ea_vision.zoo.loaded.LoadedModel.input_of`
 
 
 def title_of(model: LoadedModel) -> str:

@@ -4,11 +4,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ea_vision.base.errors import UsageError
-from ea_vision.engine import run_folder
-from ea_vision.recorder.loading import LoadedModel, load_model, numbered
+from ea_vision.recorder.selection import numbered
 from ea_vision.visualize.figure_request import Models
+from ea_vision.zoo.loaded import LoadedModel, load_model
+from ea_vision.zoo.source import checkpoints_of, folder_of_file
 
-CHECKPOINTS = ("*.ckpt", f"{run_folder.SNAPSHOTS}/*.safetensors")  # in a run folder
 NEED_RUNS = "checkpoints need a run folder, its *.ckpt files or its snapshots"
 
 
@@ -30,11 +30,11 @@ def epochs_of(
     for target in targets:
         if not isinstance(target, (str, Path)):
             raise UsageError(f"{NEED_RUNS}, got {type(target).__name__}")
-        for path in _checkpoints(str(target)):
+        for path in checkpoints_of(str(target)):
             model = load(path)
             if model.epoch is None:
                 raise UsageError(f"{NEED_RUNS}, got {model.label}")
-            run = run_folder.folder_of_file(Path(path).resolve())
+            run = folder_of_file(Path(path).resolve())
             runs.setdefault(run, {})[model.epoch] = model
     labels = numbered([run_label(next(iter(epochs.values()))) for epochs in runs.values()])
     models = []
@@ -43,18 +43,6 @@ def epochs_of(
             epochs[epoch].label = f"{label}, epoch {epoch}"
             models.append(epochs[epoch])
     return models
-
-
-def _checkpoints(target: str) -> list[str]:
-    """Return the checkpoints and snapshots of a run folder, or [target] if it is a file."""
-    if not Path(target).is_dir():
-        return [target]
-    paths = []
-    for pattern in CHECKPOINTS:
-        paths += sorted(str(path) for path in Path(target).glob(pattern))
-    if not paths:
-        raise UsageError(f"run {target} has no {' nor '.join(CHECKPOINTS)}")
-    return paths
 
 
 def run_label(model: LoadedModel) -> str:

@@ -25,11 +25,11 @@ from torch.nn.functional import interpolate
 from ea_vision.base.figures import COLORS
 from ea_vision.base.print import points
 from ea_vision.ops import Size
-from ea_vision.recorder.loading import LoadedModel
 from ea_vision.recorder.maps import PARTS, AttentionMaps, LayerMaps
 from ea_vision.recorder.quantities import total_variation
 from ea_vision.visualize.map_style import TIMES, MapStyle, is_attention, short
 from ea_vision.visualize.sheet import Tile
+from ea_vision.zoo.loaded import LoadedModel
 
 MEAN = "mean"  # of heads
 ALL = "all"  # the mean of all queries

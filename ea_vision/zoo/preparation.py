@@ -16,13 +16,12 @@ import numpy as np
 import timm
 import torch
 from PIL import Image
-from timm.layers import to_2tuple
 from torch import Tensor, nn
 
 from ea_vision.base.errors import UsageError
-from ea_vision.base.networks import channel_statistics
 from ea_vision.data.augment import normalize
-from ea_vision.data.scaling import Scaling, Size
+from ea_vision.data.scaling import Scaling
+from ea_vision.models.inputs import built_size
 
 log = logging.getLogger(__name__)
 PHOTO_SIDE = 512  # pixels of an image that is shown beside its maps
@@ -185,18 +184,6 @@ def _saved_processor(model: nn.Module) -> Any | None:
         return None
 
 
-def built_size(model: nn.Module) -> Size | None:
-    """Return (height, width) in pixels of the images that a network is built for, or None if it does not state it."""
-    owners = [*model.modules(), getattr(model, "config", None)]
-    for name in ("img_size", "image_size"):  # timm's; torchvision's and transformers'
-        for owner in owners:
-            size = getattr(owner, name, None)
-            if size:
-                height, width = to_2tuple(size)
-                return int(height), int(width)
-    return None
-
-
 def preparation_of(
     model: nn.Module,
     processor: Any = None,
@@ -275,3 +262,61 @@ def preparation_of_run(options: Mapping[str, Any], **statistics) -> Preparation 
     if "crop_padding" in options:
         return Preparation.filled(options["img_size"], **statistics)
     return None
+
+
+# ---- mean, standard deviation, range ---------------------------------------------------------------------------------
+
+
+def channel_statistics(name: str, values: Any) -> tuple[float, ...]:
+    """Return the mean or standard deviation of images' three channels as floats. A single value is that of each
+    channel, as in timm.
+
+    Args:
+        name: "mean" or "std".
+
+    Raises:
+        UsageError: it is not one or three finite numbers, or one of "std" is not above 0.
+    """
+    try:
+        numbers = () if isinstance(values, (str, Mapping)) else tuple(map(float, values))
+    except (TypeError, ValueError):
+        numbers = ()
+    if len(numbers) == 1:
+        numbers *= 3
+    usable = len(numbers) == 3 and all(map(math.isfinite, numbers))
+    above = ""
+    if name == "std":
+        above = ", above 0"
+        usable = usable and min(numbers) > 0
+    if not usable:
+        raise UsageError(f"{name} must be three numbers, one per channel{above}, got {values!r}")
+    return numbers
+
+
+def image_statistics(model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return mean and std, per channel, of images in 0..1 that the model's configuration asks for."""
+    data_config = timm.data.resolve_model_data_config(model)
+    return data_config["mean"], data_config["std"]
+
+
+def set_image_statistics(model: nn.Module, about: Mapping[str, Any]) -> None:
+    """Set mean and std of images in 0..1 in a model's configuration to those of a run.
+
+    about: section of the run, with mean and std per channel; without them the configuration does not change.
+    """
+    if "mean" in about:
+        statistics = {"mean": tuple(about["mean"]), "std": tuple(about["std"])}
+        model.pretrained_cfg = {**model.pretrained_cfg, **statistics}
+
+
+def in_unit_range(values: Tensor, rounding: float = 0.0) -> Tensor:
+    """Return uint8 or floating-point values as float32 in 0..1; floating-point ones may exceed it by `rounding`."""
+    if values.dtype == torch.uint8:
+        return values / 255
+    low, high = (end.item() for end in values.cpu().double().aminmax())
+    if values.is_floating_point() and -rounding <= low and high <= 1 + rounding:
+        return values.float().clamp(0, 1)
+    raise UsageError(
+        "an image's values must be uint8, or floating point and lie in 0..1; a tensor may be normalised by the "
+        f"model's mean and std, got {values.dtype} from {low:g} to {high:g}"
+    )

@@ -20,8 +20,8 @@ from timm.layers import set_fused_attn
 from torch import nn
 
 import ea_vision
-from ea_vision.base.networks import lay_out
 from ea_vision.base.provenance import hardware
+from ea_vision.models.modes import lay_out
 from experiments.across.plan import NETWORKS, UNFUSED, kinds_of, mechanism
 from experiments.benchmark import Steps, interleaved
 

@@ -13,8 +13,8 @@ import timm
 import torch
 
 from ea_vision.base.errors import exit_code
-from ea_vision.base.networks import lay_out
 from ea_vision.base.provenance import hardware
+from ea_vision.models.modes import lay_out
 from experiments.benchmark import Steps, interleaved
 from experiments.collapse.run import RESULTS
 

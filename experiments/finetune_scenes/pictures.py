@@ -26,7 +26,6 @@ from safetensors.torch import load_file
 import ea_vision  # noqa: F401  (registers the models)
 from ea_vision.base.errors import UsageError, exit_code
 from ea_vision.base.files import atomic_write
-from ea_vision.recorder.loading import LoadedModel, as_loaded
 from ea_vision.recorder.quantities import LayerQuantities, measure, quantities_csv
 from ea_vision.recorder.recording import recordable_layers
 from ea_vision.visualize.heatmap import draw_heatmap
@@ -34,6 +33,7 @@ from ea_vision.visualize.image_maps import record
 from ea_vision.visualize.map_style import MapStyle, map_sheet
 from ea_vision.visualize.sheet import Block, Row
 from ea_vision.visualize.tiles import Recording, photo_of, tile_of
+from ea_vision.zoo.loaded import LoadedModel, as_loaded
 
 ROOT = Path(__file__).resolve().parents[2]
 PHOTO = ROOT / "docs" / "cat.jpg"

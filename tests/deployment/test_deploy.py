@@ -13,10 +13,10 @@ from torch.overrides import TorchFunctionMode
 import ea_vision
 from ea_vision.base.errors import RunError, UsageError
 from ea_vision.deployment import attention
-from ea_vision.deployment.fold import input_channels
 from ea_vision.layers import AugmentedConv2d, MapsAttention
 from ea_vision.layers.evolution import _EVOLUTIONS, Evolution, EvolvingAttention
 from ea_vision.models import list_networks
+from ea_vision.models.inputs import input_channels
 from tests.models import zoo
 from tests.slow import slow_but
 

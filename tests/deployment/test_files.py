@@ -21,7 +21,7 @@ from torch import nn
 from ea_vision import export, predict
 from ea_vision.base.errors import RunError, UsageError
 from ea_vision.deployment.files import About, ExportedNetwork, export_program, sealed, write
-from ea_vision.recorder.loading import LoadedModel, load_model
+from ea_vision.zoo.loaded import LoadedModel, load_model
 from ea_vision.zoo.preparation import Preparation
 from tests.data.photos import picture
 from tests.deployment.test_deploy import difference, small

@@ -12,9 +12,11 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 
 from ea_vision import __main__ as commands
 from ea_vision.detection.draw import draw_detections
+from ea_vision.detection.loaded import DetectorModel
 from ea_vision.detection.predict import detect
-from ea_vision.recorder.loading import DetectorModel, load_model, parse_layers
+from ea_vision.recorder.selection import parse_layers
 from ea_vision.visualize.image_maps import record
+from ea_vision.zoo.loaded import load_model
 from tests.data.photos import picture
 from tests.detection.tiny import CLASSES, IDS, SIDE, tiny_run
 from tests.engine.runner import error_of

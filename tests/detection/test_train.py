@@ -16,11 +16,12 @@ pytest.importorskip("pycocotools", reason="needs pycocotools")
 import timm  # noqa: E402
 
 from ea_vision.base.errors import UsageError  # noqa: E402
-from ea_vision.base.networks import encode_weights  # noqa: E402
 from ea_vision.detection import train  # noqa: E402
 from ea_vision.detection.model import create_detector  # noqa: E402
 from ea_vision.engine import run_folder  # noqa: E402
 from ea_vision.engine.config import resolve  # noqa: E402
+from ea_vision.zoo.source import source_of  # noqa: E402
+from ea_vision.zoo.weights_file import encode_weights  # noqa: E402
 from tests.detection.boxes import make_boxes  # noqa: E402
 from tests.engine import runner  # noqa: E402
 from tests.engine.runner import nothing_truncated, same_result, saved, stopped, words  # noqa: E402
@@ -116,8 +117,8 @@ def test_the_run_folder_has_what_the_other_trainers_write(uninterrupted):
     results = run_folder.read_results(uninterrupted)
     assert results["test_images"] == 6
     assert results["test_last"]["APl"] is None, "no object has 96 pixels"
-    with pytest.raises(UsageError, match="must be a run of classification, got one of detection"):
-        run_folder.load_run(uninterrupted)
+    with pytest.raises(UsageError, match="classification, got one of detection"):
+        source_of(str(uninterrupted)).check_kind()
 
 
 def test_the_best_weights_are_evaluated_and_gaps_in_category_ids_map_back(

@@ -23,7 +23,6 @@ from torch.utils._pytree import keystr, tree_leaves_with_path
 import train_imagenet  # noqa: F401  (loaded once, for the processes that train with it)
 from ea_vision.base import files
 from ea_vision.base.errors import exit_code
-from ea_vision.base.networks import read_weights
 from ea_vision.base.processes import World
 from ea_vision.data.bad_images import BadImages
 from ea_vision.engine import checkpoint, run_folder, train_cifar
@@ -31,6 +30,7 @@ from ea_vision.engine.classification import ClassificationTrainer
 from ea_vision.engine.config import resolve
 from ea_vision.engine.signals import StopRequest
 from ea_vision.engine.train import Trainer
+from ea_vision.zoo.weights_file import read_weights
 
 BN_MODEL = "--model test_resnet --model-kwargs drop_rate=0.2"  # batch statistics and dropout
 GN_MODEL = "--model test_efficientnet_gn --model-kwargs drop_rate=0".split()  # neither

@@ -10,7 +10,8 @@ import safetensors.torch
 import torch
 
 from ea_vision.engine import checkpoint
-from ea_vision.engine.checkpoint import DamagedCheckpoint, encode, read_checkpoint
+from ea_vision.engine.checkpoint import encode
+from ea_vision.zoo.weights_file import DamagedCheckpoint, read_checkpoint
 from tests.engine.runner import assert_equal
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from ea_vision.engine import run_folder, train_cifar, train_imagenet
 from ea_vision.engine.config import load_recipe, make_parser, parse, resolve
 from ea_vision.engine.train_cifar import EXAMPLES, CifarConfig
 from ea_vision.engine.train_imagenet import ImageNetConfig
-from ea_vision.recorder.loading import load_model
+from ea_vision.zoo.loaded import load_model
 from tests.process import ROOT
 
 

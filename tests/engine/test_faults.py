@@ -21,7 +21,7 @@ from ea_vision.base.processes import MOST_WORKERS, WorkerLost, workers_watched
 from ea_vision.data.imagenet import DecodingLoader
 from ea_vision.data.on_device import EvalLoader
 from ea_vision.engine import checkpoint, train_cifar, train_imagenet
-from ea_vision.engine.command import enable_checkpointing
+from ea_vision.engine.run import enable_checkpointing
 from ea_vision.engine.step_log import StepLog
 from tests.data.photos import make_photos
 from tests.engine.runner import (

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from ea_vision.engine import checkpoint, command, run_folder, train_imagenet
+from ea_vision.engine import checkpoint, run, run_folder, train_imagenet
 from tests.engine import runner
 from tests.engine.runner import around, same_result, train
 from tests.process import ROOT
@@ -43,11 +43,9 @@ def arguments(photos, output, *more):
 def of_the_second(argv, what, empty):
     """Give the second process this command line and, depending on `what`, another commit or an empty run folder."""
     if os.environ["RANK"] == "1":
-        around(command, "parse", lambda parse, parser, _: parse(parser, argv))
+        around(run, "parse", lambda parse, parser, _: parse(parser, argv))
         if what == "commit":
-            around(
-                command, "provenance", lambda provenance: {**provenance(), "git_commit": "0" * 40}
-            )
+            around(run, "provenance", lambda provenance: {**provenance(), "git_commit": "0" * 40})
         if what == "folder":
             around(checkpoint, "newest_checkpoint", lambda newest, *_: newest(empty))
 

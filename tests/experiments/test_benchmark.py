@@ -7,7 +7,7 @@ import timm
 import torch
 
 from ea_vision.base.errors import exit_code
-from ea_vision.base.networks import lay_out
+from ea_vision.models.modes import lay_out
 from experiments.benchmark import (
     baseline_of,
     cases_of,

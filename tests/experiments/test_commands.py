@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from ea_vision.engine import command, train_cifar, train_imagenet
+from ea_vision.engine import run, train_cifar, train_imagenet
 from ea_vision.engine.config import make_parser, parse, resolve
 from experiments import sweep
 from tests.process import ROOT
@@ -81,7 +81,7 @@ def check_trainer(module, words):
         place = words.index("--evaluate")
         words = words[:place] + words[place + 2 :]
     config = resolve(module.options, parse(make_parser(module.options, "", ""), words))
-    command.check_names(module, config)
+    run.check_names(module, config)
 
 
 @pytest.mark.parametrize("line", commands())

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 
 from ea_vision.base.errors import UsageError
-from ea_vision.recorder.loading import load_model
 from ea_vision.recorder.probe import untrained_network
+from ea_vision.zoo.loaded import load_model
 from experiments import faithfulness
 from experiments.faithfulness import centre_source, gradient_source, main, measure, order_of
 

@@ -8,7 +8,7 @@ import torch
 from torch.testing import assert_close
 
 import ea_vision
-from ea_vision.recorder.loading import load_model
+from ea_vision.zoo.loaded import load_model
 from experiments import replaced_maps
 from tests.models.zoo import woken
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from ea_vision.recorder.loading import load_model
 from ea_vision.recorder.recording import PARTS, recordable_layers
 from ea_vision.visualize.explore import Explorer
 from ea_vision.visualize.image_maps import add_own_alone, record
+from ea_vision.zoo.loaded import load_model
 from tests.data.photos import picture
 
 

@@ -17,12 +17,12 @@ import torch
 from PIL import Image
 
 from ea_vision import evolve
-from ea_vision.recorder.loading import load_model
 from ea_vision.recorder.recording import recordable_layers
 from ea_vision.visualize import plot_strip, show_page
 from ea_vision.visualize.explore import STORED_PARTS, Explorer, build_page
 from ea_vision.visualize.image_maps import record
 from ea_vision.visualize.map_style import MapStyle, norm_of
+from ea_vision.zoo.loaded import load_model
 from tests.data.photos import picture
 from tests.recorder.networks import CAIT, SWIN, TINY, timms
 

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from ea_vision.base.errors import UsageError
-from ea_vision.recorder.loading import load_model
 from ea_vision.recorder.recording import recordable_layers
 from ea_vision.visualize import explore, show_page
 from ea_vision.visualize.explore import build_page, pack, quantise
 from ea_vision.visualize.image_maps import as_model
 from ea_vision.visualize.tiles import OWN_ALONE
+from ea_vision.zoo.loaded import load_model
 from tests.data.photos import picture
 from tests.detection.tiny import tiny_run
 from tests.models.zoo import TINY

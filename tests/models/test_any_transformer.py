@@ -15,8 +15,8 @@ from torch import nn
 from torch.testing import assert_close
 
 from ea_vision import deploy, evolve, record_attention, unevolve
-from ea_vision.base.networks import with_note
 from ea_vision.layers import Evolution, attention_layers, evolution_class, learnable_gates
+from ea_vision.models.note import with_note
 from ea_vision.sizes import count
 from tests.models.test_across import KINDS
 from tests.models.test_vision_transformer import active, needs_attn_layer, plain

@@ -10,11 +10,12 @@ import torch
 
 import ea_vision
 from ea_vision.base.errors import UsageError
-from ea_vision.base.networks import create_classifier, encode_weights
 from ea_vision.detection.model import create_detector
 from ea_vision.models import get_network, list_networks
 from ea_vision.models._convert import checkpoint_filter_fn
-from ea_vision.recorder.loading import load_model
+from ea_vision.zoo.create import create_classifier
+from ea_vision.zoo.loaded import load_model
+from ea_vision.zoo.weights_file import encode_weights
 from tests.models.zoo import OUTLINES
 
 

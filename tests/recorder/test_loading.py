@@ -15,7 +15,9 @@ from ea_vision.base.errors import UsageError
 from ea_vision.data.scaling import Scaling
 from ea_vision.deployment.files import About, export_program, write
 from ea_vision.engine import run_folder
-from ea_vision.recorder.loading import load_model, parse_layers, parse_targets
+from ea_vision.recorder.selection import parse_layers
+from ea_vision.zoo.loaded import load_model
+from ea_vision.zoo.source import parse_targets
 from tests.recorder.networks import NAME, photo, tiny, write_run
 
 

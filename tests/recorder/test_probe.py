@@ -15,9 +15,9 @@ from ea_vision.data.scaling import Scaling
 from ea_vision.data.small_images import load_dataset
 from ea_vision.engine import run_folder
 from ea_vision.recorder import probe
-from ea_vision.recorder.loading import load_model
 from ea_vision.recorder.probe import extract_maps, shuffled_in_space, untrained_network
 from ea_vision.recorder.probe_network import ProbeNet, ProbeRecipe, train_probe
+from ea_vision.zoo.loaded import load_model
 from tests.recorder.networks import gap, recorded
 
 NAME = "ea_conv_transformer_cifar"

@@ -8,7 +8,6 @@ import torch
 import ea_vision
 from ea_vision.base.errors import UsageError
 from ea_vision.layers import evolution
-from ea_vision.recorder.loading import LoadedModel
 from ea_vision.visualize import (
     plot_heads,
     plot_matrix,
@@ -17,6 +16,7 @@ from ea_vision.visualize import (
     plot_strip,
     show_page,
 )
+from ea_vision.zoo.loaded import LoadedModel
 from ea_vision.zoo.preparation import Preparation
 from tests.recorder.networks import (
     CAIT,

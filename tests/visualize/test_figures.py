@@ -17,7 +17,6 @@ from PIL import Image
 import ea_vision
 from ea_vision.base.errors import UsageError
 from ea_vision.base.print import new_figure
-from ea_vision.recorder.loading import load_model
 from ea_vision.recorder.recording import PARTS, recordable_layers
 from ea_vision.visualize import (
     MapStyle,
@@ -45,6 +44,7 @@ from ea_vision.visualize.run_epochs import epochs_of
 from ea_vision.visualize.sheet import Tile
 from ea_vision.visualize.strip import draw_strip
 from ea_vision.visualize.tiles import map_of
+from ea_vision.zoo.loaded import load_model
 from tests.models.zoo import TINY
 from tests.recorder import networks
 

@@ -9,8 +9,8 @@ import torch
 from matplotlib.figure import Figure
 from PIL import Image
 
-from ea_vision.recorder.loading import load_model
 from ea_vision.visualize import plot_heatmap, plot_jacobian, plot_statistics, plot_strip
+from ea_vision.zoo.loaded import load_model
 from tests.recorder.networks import recorded
 
 from .conftest import PHOTO, overlaid, small, texts_of

@@ -1,20 +1,25 @@
-"""Which keywords weights were made with, and which of them a network that loads the weights may change."""
+"""The note in a weights file: the network's name and the keywords that its weights were trained with.
+
+A note stands in the metadata of a safetensors file and, for networks of ea_vision, in a tensor of bytes among its
+weights. A network that loads the weights checks it: some keywords may change, the others must agree.
+"""
 
 import inspect
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ea_vision.base.errors import UsageError
-from ea_vision.base.networks import MADE_WITH
 from ea_vision.layers import evolution_options, learnable_gates
 from ea_vision.models._chain import AttentionConfig
 
+NOTE = "made_with"  # name of the metadata entry and of the tensor
 # Keywords that change training, input or output, but not the trained function.
 FREE = {
     "num_classes",
@@ -40,15 +45,55 @@ FREE = {
 
 
 def is_free(key: str) -> bool:
-    """Return whether a network may have another value of this keyword than its weights were made with."""
+    """Return whether a network may have another value of this keyword than its weights were trained with."""
     return key in FREE or "drop" in key
 
 
-@dataclass(frozen=True)
-class MadeWith:
-    """What weights were made with.
+def read_metadata(path: Path) -> dict[str, str]:
+    """Return the metadata in a safetensors file's header.
 
-    source: name or path of the weights, for messages. kwargs: all keywords of their network.
+    Raises:
+        OSError, ValueError: it cannot be read, or is not a safetensors file.
+    """
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > path.stat().st_size:
+            raise ValueError("not a safetensors file")
+        header = json.loads(file.read(length))
+    return header.get("__metadata__", {})
+
+
+def read_note(path: Path) -> dict[str, Any] | None:
+    """Return the note of a weights file, or None if it has none.
+
+    Returns:
+        model, its registered name; model_kwargs; and for a run of ours also task, classes, mean, std.
+    """
+    if path.suffix.lower() != ".safetensors" or not path.is_file():
+        return None
+    try:
+        note = read_metadata(path).get(NOTE)
+    except (OSError, ValueError, AttributeError):  # reading the weights reports the error
+        return None
+    return json.loads(note) if note else None
+
+
+def with_note(state: Mapping[str, Tensor], note: str) -> dict[str, Tensor]:
+    """Return weights with a note as a tensor of bytes.
+
+    timm's `checkpoint_path=` passes the tensors of a file to a network, but not its metadata. Networks of ea_vision
+    remove the note and check it; `ea_vision.zoo.weights_file.read_weights` removes it.
+    """
+    return {**state, NOTE: torch.frombuffer(bytearray(note, "utf-8"), dtype=torch.uint8)}
+
+
+@dataclass(frozen=True)
+class TrainedKeywords:
+    """The keywords that weights were trained with.
+
+    Attributes:
+        source: name or path of the weights, for messages.
+        kwargs: all keywords of their network.
     """
 
     source: str
@@ -70,18 +115,18 @@ class MadeWith:
 Check = Callable[[Mapping[str, Any], nn.Module], None]
 
 
-def refuse_other_weights(model: nn.Module, check: Check) -> None:
+def check_notes(model: nn.Module, check: Check) -> None:
     """Let `model.load_state_dict` remove the note from weights (see `with_note`), and check it.
 
     check: called with the note's content and the model; raises UsageError if the weights are another network's.
     """
-    model.register_load_state_dict_pre_hook(partial(_read_note, check))
+    model.register_load_state_dict_pre_hook(partial(_take_note, check))
 
 
-def _read_note(
-    check: Check, model: nn.Module, state: dict[str, torch.Tensor], prefix: str, *_: Any
+def _take_note(
+    check: Check, model: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any
 ) -> None:
-    note = state.pop(prefix + MADE_WITH, None)
+    note = state.pop(prefix + NOTE, None)
     if note is not None:
         check(json.loads(bytes(note.tolist())), model)
 
@@ -92,8 +137,10 @@ def fixed(kwargs: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     return {key: value for key, value in kwargs.items() if key not in learned}
 
 
-def check_agreement(made: MadeWith, kwargs: Mapping[str, Any], model_cls: type[nn.Module]) -> None:
-    """Raise UsageError if a network's keywords contradict those that its weights were made with.
+def check_agreement(
+    trained: TrainedKeywords, kwargs: Mapping[str, Any], model_cls: type[nn.Module]
+) -> None:
+    """Raise UsageError if a network's keywords contradict those that its weights were trained with.
 
     Args:
         kwargs: of the network; a missing keyword takes the weights' value.
@@ -102,16 +149,18 @@ def check_agreement(made: MadeWith, kwargs: Mapping[str, Any], model_cls: type[n
     for key, value in kwargs.items():
         if is_free(key):
             continue
-        expected = made.kwargs[key] if key in made.kwargs else _default(model_cls, key)
+        expected = trained.kwargs[key] if key in trained.kwargs else _default(model_cls, key)
         if _comparable(value) == _comparable(expected):
             continue
-        if key in evolution_options() and _same_evolution(made.kwargs, {**made.kwargs, key: value}):
+        if key in evolution_options() and _same_evolution(
+            trained.kwargs, {**trained.kwargs, key: value}
+        ):
             continue
-        trained = f"{key}={expected}"
-        if key not in made.kwargs and expected is None:
-            trained = f"the default {key}"
+        wording = f"{key}={expected}"
+        if key not in trained.kwargs and expected is None:
+            wording = f"the default {key}"
         raise UsageError(
-            f"the weights {made.source} were trained with {trained}, got {key}={value}"
+            f"the weights {trained.source} were trained with {wording}, got {key}={value}"
         )
 
 
@@ -161,7 +210,7 @@ def remember_evolution(evolving: nn.Module, evolution: Mapping[str, Any]) -> Non
     Args:
         evolution: the keywords of `ea_vision.evolve`.
     """
-    refuse_other_weights(evolving, partial(_check_evolution, dict(evolution)))
+    check_notes(evolving, partial(_check_evolution, dict(evolution)))
     cfg = getattr(evolving, "pretrained_cfg", None)
     if not cfg:
         return
@@ -172,14 +221,14 @@ def remember_evolution(evolving: nn.Module, evolution: Mapping[str, Any]) -> Non
 
 
 def _check_evolution(
-    evolution: Mapping[str, Any], said: Mapping[str, Any], model: nn.Module
+    evolution: Mapping[str, Any], note: Mapping[str, Any], model: nn.Module
 ) -> None:
     """Raise UsageError if weights say that they were trained with another evolution than the network's."""
-    if said["model"] != EVOLVED:
+    if note["model"] != EVOLVED:
         return
-    made = {"kind": "ea", **(said["model_kwargs"].get("evolution") or {})}
+    noted = {"kind": "ea", **(note["model_kwargs"].get("evolution") or {})}
     for key, value in fixed(evolution, model).items():
-        trained = made.get(key)
+        trained = noted.get(key)
         if is_free(key) or _comparable(trained) == _comparable(value):
             continue
         if key == "kind" or None not in (trained, value):  # None: not said
@@ -191,8 +240,8 @@ def _check_evolution(
 def forget_evolution(plain: nn.Module) -> None:
     """Undo `remember_evolution`."""
     for key, hook in list(plain._load_state_dict_pre_hooks.items()):
-        read_note = getattr(hook, "hook", None)
-        check = read_note.args[0] if isinstance(read_note, partial) else None
+        take_note = getattr(hook, "hook", None)
+        check = take_note.args[0] if isinstance(take_note, partial) else None
         if isinstance(check, partial) and check.func is _check_evolution:
             del plain._load_state_dict_pre_hooks[key]
     saved = dict(getattr(plain, "_model_args", {}))

@@ -1,0 +1,51 @@
+"""Detectors at the door: how a run of train-detection is built again, and how its images are prepared."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from PIL import Image
+from torch import Tensor
+
+from ea_vision.detection.model import Detector, create_detector
+from ea_vision.detection.predict import detect
+from ea_vision.detection.transforms import Fitted
+from ea_vision.zoo.loaded import LoadedModel
+from ea_vision.zoo.source import Kind, Source, check_model_name, register_kind
+
+
+@dataclass
+class DetectorModel(LoadedModel):
+    """A detector. Its images are fitted into a square and padded at the right and below; it normalises them itself.
+
+    Attributes:
+        category_ids: ids of the classes in COCO's results.
+    """
+
+    category_ids: Sequence[int] = ()
+    classifies = False
+
+    def detect(
+        self, images: Sequence[Image.Image], batch_size: int = 8
+    ) -> Iterator[dict[str, Tensor]]:
+        """Find objects in RGB images of any size, in their order; see `ea_vision.detection.predict.detect`."""
+        return detect(self.model, images, batch_size)
+
+
+def _create(name: str, *, pretrained: bool = False, **kwargs: Any) -> Detector:
+    check_model_name(name)
+    return create_detector(name, **kwargs)
+
+
+def _prepared(model: Detector, source: Source, trained: bool) -> DetectorModel:
+    return DetectorModel(
+        model,
+        source.label,
+        Fitted((model.img_size, model.img_size)),
+        trained=trained,
+        classes=source.note["classes"],
+        category_ids=source.note["category_ids"],
+    )
+
+
+register_kind("detection", Kind(_create, _prepared, fixed_size=True))

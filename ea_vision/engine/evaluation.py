@@ -1,0 +1,124 @@
+"""Evaluate a run, a file of weights, or a model by its name, on a trainer's test images: --evaluate."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ea_vision.base.errors import UsageError
+from ea_vision.base.files import check_writable
+from ea_vision.base.processes import join_world
+from ea_vision.base.provenance import provenance
+from ea_vision.engine.config import resolve, trainer_of
+from ea_vision.engine.data_module import DataModule
+from ea_vision.engine.step_log import log_to_stdout
+from ea_vision.models.modes import lay_out
+from ea_vision.zoo.create import DATA_KEYWORDS, create_classifier, load_network
+from ea_vision.zoo.preparation import set_image_statistics
+from ea_vision.zoo.source import CONFIG, Source, source_of, weights_and_note
+from ea_vision.zoo.weights_file import load_file
+
+
+def evaluate_target(module: type[DataModule], target: str, given: dict) -> None:
+    """Evaluate a run, a file of weights, or a model by its name; `given` are options of the command line.
+
+    Raises:
+        UsageError: `target` names none of these, or options, data and network do not fit together.
+    """
+    source = source_of(target)
+    config = options_of(module.options, source, given)
+    source.check_kind(module.kind)
+    if source.weights is None:
+        source = replace(source, kwargs=config.model_kwargs, pretrained=True)
+    with join_world(config.device, config.dist_timeout) as world:
+        log_to_stdout(world.rank)
+        data = module(config, world, training=False)
+        data.check()
+        model, note = _network_for(source, data)
+        data.check_network(model, note, target)
+        name = re.sub(r"[/\\:]", "_", target)
+        folder = source.run / "evaluation" if source.is_run else Path("runs", f"evaluation-{name}")
+        output = Path(config.output or folder)
+        check_writable(output)
+        model.to(world.device)
+        if config.channels_last:
+            lay_out(model, torch.channels_last)
+        loader = data.eval_loader(**data.loader_keywords(model))
+        tta = getattr(config, "tta", "none")  # an option of classifiers
+        result = module.trainer.evaluate(model, loader, model.num_classes, world, config, tta=tta)
+        if world.is_main:
+            about = {
+                "target": target,
+                "model": config.model,
+                **data.about,
+                "amp": config.amp,
+                "tta": tta,
+                "data_fingerprint": data.fingerprint,
+                **provenance(),
+            }
+            written = data.write_evaluation(output, result, about)
+            print(result.line())
+            print("written:", *written)
+        data.bad_images.collect(world, output)
+
+
+def options_of(schema: type, source: Source, given: dict) -> Any:
+    """Return the options of an evaluation: those of the command line, else the run's or the weights' own.
+
+    Args:
+        schema: the trainer's config class.
+        given: options of the command line.
+
+    Raises:
+        UsageError: the run is another trainer's, or the options do not fit the source.
+    """
+    target = source.target
+    if source.weights is None:
+        if given.get("model", source.name) != source.name:
+            raise UsageError(f"--evaluate {target} names the model, got --model {given['model']}")
+        return resolve(schema, {**given, "model": source.name})
+    if source.run is None:
+        kwargs = {}
+        for key, value in source.kwargs.items():
+            if key not in DATA_KEYWORDS:
+                kwargs[key] = value
+        own = {"model": source.name, "model_kwargs": kwargs}
+        if "img_size" in source.kwargs:
+            own["img_size"] = source.kwargs["img_size"]
+        return resolve(schema, {**own, **given})
+    trainer = trainer_of(source.options)
+    if trainer and trainer != trainer_of(schema.rules()):
+        raise UsageError(
+            f"--evaluate {target} needs the trainer of this run: ea-vision {trainer} --evaluate {target}"
+        )
+    for key in ("model", "model_kwargs"):
+        if key in given and given[key] != source.options.get(key):
+            raise UsageError(
+                f"--evaluate {target} is a run with {key} {source.options.get(key)!r}, got "
+                f"{given[key]!r}"
+            )
+    return resolve(schema, {"recipe": str(source.run / CONFIG), **given})
+
+
+def _network_for(source: Source, data: DataModule) -> tuple[nn.Module, Mapping[str, Any]]:
+    """Return the network of a source in evaluation mode, and the note of its weights. A model by its name has the
+    weights of --pretrained-path or its own pretrained ones."""
+    config = data.config
+    path, note = weights_and_note(config.pretrained_path)
+    if source.weights is not None or path is None:
+        model, _ = load_network(source)
+        return model, source.note
+    model, _ = create_classifier(
+        source.name,
+        config.model_kwargs,
+        config.optional_kwargs,
+        num_classes=len(data.classes),
+        img_size=config.img_size,
+    )
+    load_file(model, path)
+    set_image_statistics(model, note)
+    return model.eval(), note

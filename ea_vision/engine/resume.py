@@ -1,0 +1,210 @@
+"""Begin a run in its folder, or continue it from a checkpoint."""
+
+import logging
+import math
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+from ea_vision.base.errors import UsageError
+from ea_vision.base.files import atomic_write
+from ea_vision.base.processes import World
+from ea_vision.engine import checkpoint, run_folder
+from ea_vision.engine.config import TrainConfig
+from ea_vision.engine.data_module import DataModule
+from ea_vision.engine.step_log import StepLog
+from ea_vision.engine.train import Trainer
+
+log = logging.getLogger(__name__)
+
+
+def is_complete(folder: Path, data: DataModule) -> bool:
+    """Return whether --resume is auto and `folder` holds this run, complete.
+
+    Raises:
+        UsageError: the folder holds a run with other options or data, or it holds a run and --resume is none.
+    """
+    config = data.config
+    begun = (folder / run_folder.CONFIG).exists() or (folder / checkpoint.LAST).exists()
+    if config.resume == "none" and begun:
+        raise UsageError(
+            f"{folder} holds a run: continue it with --resume auto, choose another --output, or "
+            "delete it"
+        )
+    if config.resume != "auto":
+        return False
+    results = run_folder.read_results(folder)
+    if results is None or config.test and "held_out_last" in results:  # all but the test is done
+        return False
+    saved, about = run_folder.read_config(folder)
+    _require_same(config.differences(saved, data.world.size, about["processes"]), folder)
+    data.check_fingerprint(about["data_fingerprint"], folder)
+    return results["epochs"] >= config.epochs
+
+
+def _require_same(changed: dict[str, str], source: Path) -> None:
+    if changed:
+        raise UsageError(
+            f"{source} holds a run with other options ({'; '.join(changed.values())}): choose "
+            "another --output, or continue it with the new options by --resume PATH"
+        )
+
+
+def begin_or_resume(trainer: Trainer, about: dict) -> None:
+    """Load the checkpoint that --resume names or finds, write config.yaml.
+
+    Raises:
+        UsageError: the checkpoint does not fit, or a log cannot be opened; the folder is unchanged.
+    """
+    config = trainer.config
+    folder = trainer.folder
+    world = trainer.world
+    found = checkpoint_to_resume(config, folder, world)
+    branches_off = False
+    if found is not None:
+        path, state = found
+        resume(trainer, path, state)
+        is_own = path.parent == folder and _same_command(config, world, state)
+        branches_off = config.resume != "auto" and not is_own
+    trainer.progress.begin(about)
+    if world.is_main:
+        trainer.step_log = StepLog(folder, config, trainer.progress.updates)
+        (folder / run_folder.RESULTS).unlink(missing_ok=True)  # only a complete run has it
+        run_folder.write_config(
+            folder, asdict(config), {**about, "starts": trainer.progress.starts}
+        )
+    if branches_off:
+        take_best(trainer, path, state)
+    world.barrier()
+
+
+def checkpoint_to_resume(
+    config: TrainConfig, folder: Path, world: World
+) -> tuple[Path, dict] | None:
+    """Return the path and state of the checkpoint that --resume names or finds.
+
+    If the same command has begun a run from the named checkpoint before, that run continues from its own.
+
+    Raises:
+        UsageError: the named checkpoint cannot be read, or processes find different ones.
+    """
+    if config.resume == "none":
+        return None
+    named = config.resume != "auto"
+    notices = world.is_main and not named
+    with world.main_first():
+        found = checkpoint.newest_checkpoint(folder, log.warning if notices else None)
+    if named and found is not None and not _same_command(config, world, found[1]):
+        found = None
+    updates = world.gather(None if found is None else found[1]["progress"]["updates"])
+    if len(set(updates)) > 1:
+        raise UsageError(
+            f"{folder} must be on a disk that all processes share: they find checkpoints after "
+            f"updates {', '.join(map(str, updates))}"
+        )
+    return _named_checkpoint(Path(config.resume)) if named and found is None else found
+
+
+def _same_command(config: TrainConfig, world: World, state: dict) -> bool:
+    """Return whether a checkpoint's run has the same options, including --resume and --epochs."""
+    saved = state["config"]
+    same = config.resume == saved.get("resume") and config.epochs == saved["epochs"]
+    return same and not config.differences(saved, world.size, state["world_size"])
+
+
+def _named_checkpoint(path: Path) -> tuple[Path, dict]:
+    """Return the path and state of a checkpoint, or of a run folder's.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
+    if not path.is_dir():
+        return path, checkpoint.read_run_state(path)
+    found = checkpoint.newest_checkpoint(path)
+    if found is None:
+        raise UsageError(f"--resume {path}: no valid checkpoint in this folder")
+    return found
+
+
+def take_best(trainer: Trainer, path: Path, state: dict) -> None:
+    """Write the best weights so far into the folder of a run that continues from the checkpoint `path`. All processes
+    must call this.
+
+    They are the checkpoint's own or those of best.ckpt beside it. If neither has them, the best epoch is chosen among
+    those that follow.
+    """
+    progress = trainer.progress
+    if trainer.world.is_main and progress.best_epoch:
+        best = _best_state(path, state)
+        if best is None:
+            log.warning(
+                "the weights of the best epoch so far, %d, are not beside %s: the best epoch is chosen anew",
+                progress.best_epoch,
+                path,
+            )
+            progress.best_epoch = 0
+            progress.best_top1 = -1.0
+        else:
+            run_folder.write_weights(trainer.folder, best["ema"] or best["model"])
+            atomic_write(trainer.folder / checkpoint.BEST, checkpoint.encode(best))
+    of_main = trainer.world.gather((progress.best_epoch, progress.best_top1))[0]
+    progress.best_epoch, progress.best_top1 = of_main
+
+
+def _best_state(path: Path, state: dict) -> dict | None:
+    """Return the state of the best epoch so far of a checkpoint's run: the checkpoint itself, best.ckpt beside it, or
+    None."""
+    wanted = state["progress"]
+    best = path.with_name(checkpoint.BEST)
+    states = [state]
+    if best.is_file():
+        with suppress(checkpoint.DamagedCheckpoint):
+            states.append(checkpoint.read_run_state(best))
+    for found in states:
+        progress = found["progress"]
+        at_its_end = progress["epoch"] == wanted["best_epoch"] and not progress["step"]
+        if at_its_end and progress["best_top1"] == wanted["best_top1"]:
+            return found
+    return None
+
+
+def resume(trainer: Trainer, path: Path, state: dict) -> None:
+    """Continue from a checkpoint.
+
+    Raises:
+        UsageError: the checkpoint has other options (with --resume auto) or other data, or --epochs cannot be reached
+            from it.
+    """
+    config = trainer.config
+    changes = config.differences(state["config"], trainer.world.size, state["world_size"])
+    if config.resume == "auto":
+        _require_same(changes, path)
+    order = [changes[name] for name in ("seed", "total_batch") if name in changes]
+    if order and state["progress"]["step"]:
+        raise UsageError(
+            f"{path} lies inside an epoch, whose order this would change: {'; '.join(order)}"
+        )
+    for change in changes.values():
+        log.warning("continuing with a changed option: %s", change)
+    trainer.data.check_fingerprint(state["data_fingerprint"], path)
+    trainer.load(state, path)
+    progress = trainer.progress
+    epochs = state["config"]["epochs"]
+    if epochs < progress.epoch < epochs + 1 and config.epochs > epochs:
+        raise UsageError(
+            f"{path} stands at the end of a run of {epochs:g} epochs, inside an epoch, so "
+            f"more cannot be added: epochs must be {epochs:g}, got {config.epochs:g}"
+        )
+    evaluated = not progress.rows or not math.isnan(progress.rows[-1][trainer.measures[0]])
+    if progress.epoch >= trainer.total_epochs and not evaluated:
+        raise UsageError(
+            f"{path} stands after epoch {progress.epoch}, which --eval-epochs left out, so "
+            f"--epochs must be more than {progress.epoch}, got {config.epochs}"
+        )
+    if epochs != config.epochs:
+        log.warning(
+            "epochs were %s, now %s: the learning rate follows the new length",
+            epochs,
+            config.epochs,
+        )
+    log.info("resumed from %s: epoch %d, update %d", path, progress.epoch, progress.updates)

@@ -1,0 +1,336 @@
+"""The command of a trainer: from its options and data module to a complete run folder.
+
+`put_together` builds a run in the same way for all trainers: model, loaders, training loop, checks before the first
+step. Then the run begins or resumes (`engine.resume`), trains, and is tested.
+"""
+
+import logging
+import math
+import os
+import socket
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from timm.utils import random_seed
+from torch import nn
+
+from ea_vision.base.devices import device_named
+from ea_vision.base.errors import UsageError, near_matches
+from ea_vision.base.files import check_writable, write_json
+from ea_vision.base.processes import World, join_world, workers_watched
+from ea_vision.base.provenance import hardware, provenance
+from ea_vision.base.units import duration
+from ea_vision.engine import run_folder
+from ea_vision.engine.config import TrainConfig, make_parser, parse, resolve
+from ea_vision.engine.data_module import DataModule
+from ea_vision.engine.evaluation import evaluate_target
+from ea_vision.engine.optimizer import check_optimizer_name
+from ea_vision.engine.preflight import preflight
+from ea_vision.engine.resume import begin_or_resume, is_complete
+from ea_vision.engine.signals import StopRequest
+from ea_vision.engine.step_log import log_to_stdout
+from ea_vision.engine.train import Trainer
+from ea_vision.zoo.create import create_classifier
+from ea_vision.zoo.source import check_model_name
+from ea_vision.zoo.weights_file import read_weights
+
+log = logging.getLogger(__name__)
+# Options that may differ between nodes: paths, and the number of workers.
+OWN_OF_A_NODE = (
+    "data_dir",
+    "train_beton",
+    "val_beton",
+    "output",
+    "pretrained_path",
+    "workers",
+    "recipe",
+)
+
+
+def main(module: type[DataModule], argv: list[str] | None = None) -> int:
+    """Run the command of a trainer."""
+    parser = make_parser(module.options, module.description, module.examples)
+    modes = parser.add_argument_group("instead of training")
+    modes.add_argument(
+        "--evaluate",
+        metavar="RUN|MODEL",
+        help="test a run's best weights, or a model by name with its pretrained weights or "
+        "those of --pretrained-path; report into --output (default: RUN/evaluation)",
+    )
+    modes.add_argument(
+        "--learning-curves",
+        metavar="RUN",
+        nargs="+",
+        help="draw loss and accuracy into --output (default: learning_curves.png)",
+    )
+    only_check = modes.add_argument(
+        "--check-options",
+        action="store_true",
+        help="check that the options fit together and the data exists, and end",
+    )
+    parser.hide(only_check)
+    given = parse(parser, argv)
+    target = given.pop("evaluate", None)
+    runs = given.pop("learning_curves", None)
+    only_checked = given.pop("check_options", False)
+    if runs:
+        # matplotlib, which training does without
+        from ea_vision.engine.pictures import write_learning_curves
+
+        output = Path(given.get("output", "learning_curves.png"))
+        write_learning_curves(list(map(Path, runs)), output)
+        return 0
+    if target is not None:
+        if not target:  # a shell's variable without a value
+            raise UsageError("--evaluate needs a run folder or a model, got an empty text")
+        with workers_watched(RuntimeError):
+            evaluate_target(module, target, given)
+        return 0
+    config = resolve(module.options, given)
+    check_names(module, config)
+    check_beginning(config, folder_of(module, config))
+    if only_checked:
+        module.check_places(config)
+    else:
+        with workers_watched(RuntimeError):
+            train(module, config)
+    return 0
+
+
+def train(module: type[DataModule], config: TrainConfig) -> None:
+    """Begin or continue the run that `config` describes, and train it to its end.
+
+    Raises:
+        UsageError: something that the user can correct; nothing was written.
+        RunError: the run had to stop.
+    """
+    folder = folder_of(module, config)
+    with join_world(config.device, config.dist_timeout) as world, StopRequest() as stop:
+        log_to_stdout(world.rank)
+        check_writable(folder)
+        run_folder.check_free(folder, world)
+        log.info("recipe      %s", config.recipe)
+        data = module(config.for_processes(world.size), world, training=True)
+        data.check()
+        if is_complete(folder, data):
+            log.info("%s is complete", folder)
+            return
+        trainer, about = put_together(data, folder, stop)
+        with run_folder.locked(folder, world):
+            begin_or_resume(trainer, about)
+            trainer.fit()
+            finish(trainer, about)
+
+
+def put_together(data: DataModule, folder: Path, stop: StopRequest) -> tuple[Trainer, dict]:
+    """Return the training loop of a run, and the `about` section of its config.yaml.
+
+    Raises:
+        UsageError: options, data, model and machine do not fit together.
+    """
+    config = data.config
+    world = data.world
+    about = provenance()
+    options = {name: value for name, value in asdict(config).items() if name not in OWN_OF_A_NODE}
+    same = {"data": data.fingerprint, "commit": about["git_commit"], **about["versions"]}
+    check_same_everywhere(world, same | options)
+    random_seed(config.seed)
+    model, kwargs = data.create_model()
+    model.to(world.device)
+    freeze(model, config)
+    if config.grad_checkpointing:
+        enable_checkpointing(model, config.model)
+    keywords = data.loader_keywords(model)
+    random_seed(config.seed + 1, world.rank)  # dropout must differ between processes
+    train_loader = data.train_loader(**keywords)
+    eval_loader = data.eval_loader(**keywords)
+    trainer = data.trainer(data, model, train_loader, eval_loader, folder, stop)
+    preflight(trainer)
+    return trainer, {
+        "model_kwargs": kwargs,
+        "classes": data.classes,
+        "mean": list(keywords["mean"]),
+        "std": list(keywords["std"]),
+        "train_images": len(data.train),
+        "eval_images": len(data.evaluated),
+        "eval_split": data.eval_split,
+        "measures": list(trainer.measures),
+        **data.about,
+        "data_fingerprint": data.fingerprint,
+        "processes": world.size,
+        "hardware": hardware(world.device, world.size),
+        "command": " ".join(sys.argv),
+        **about,
+    }
+
+
+# ---- before a run -----------------------------------------------------------------------------------------------
+
+
+def folder_of(module: type[DataModule], config: TrainConfig) -> Path:
+    """Return the run folder of these options."""
+    return Path(config.output or module.default_output.format(**vars(config)))
+
+
+def check_names(module: type[DataModule], config: TrainConfig) -> None:
+    """Raise UsageError for an unknown device, model or optimiser, or for a keyword that a classifier lacks."""
+    device_named(config.device)
+    check_model_name(config.model)
+    check_optimizer_name(config.opt)
+    if module.trainer.watches and config.model_kwargs:  # a classifier
+        check_keywords(config)
+
+
+def check_beginning(config: TrainConfig, folder: Path) -> None:
+    """Raise UsageError if the weights or the checkpoint with which a run begins do not exist. A stopped run creates its
+    network with these weights again; a complete run needs neither."""
+    weights = config.pretrained_path
+    complete = os.path.exists(folder / run_folder.RESULTS)
+    if weights and not complete and not os.path.exists(weights):
+        raise UsageError(f"--pretrained-path {weights} does not exist")
+    source = config.resume
+    begun = os.path.exists(folder / run_folder.CONFIG)
+    if source not in ("auto", "none") and not begun and not os.path.exists(source):
+        raise UsageError(f"--resume must be auto, none or a path, and {source} does not exist")
+
+
+def check_keywords(config: TrainConfig) -> None:
+    """Raise UsageError for a keyword that the model lacks, before data is opened, which may take minutes."""
+    try:
+        with torch.device("meta"):
+            create_classifier(
+                config.model,
+                config.model_kwargs,
+                config.optional_kwargs,
+                num_classes=2,
+                img_size=config.img_size,
+                notice=lambda line: None,
+            )
+    except UsageError as error:
+        # refused values are reported later, when the classes are known, and from the real device
+        if "has no keyword" in str(error):
+            raise
+
+
+def enable_checkpointing(model: nn.Module, name: str) -> None:
+    """Turn on gradient checkpointing; raise UsageError if the model does not support it."""
+    try:
+        model.set_grad_checkpointing(True)
+    except (AttributeError, AssertionError, NotImplementedError) as error:
+        raise UsageError(
+            f"--grad-checkpointing needs a model that supports it, {name} does not"
+        ) from error
+
+
+def freeze(model: nn.Module, config: TrainConfig) -> None:
+    """Freeze the modules and parameters that --freeze names; with --linear-probe freeze all but the classifier.
+
+    Raises:
+        UsageError: the model has no module or parameter of a name.
+    """
+    for name in filter(None, config.freeze.split(",")):
+        known = False
+        for path, parameter in model.named_parameters():
+            if f"{path}.".startswith(f"{name}."):
+                parameter.requires_grad = False
+                known = True
+        if not known:
+            near = near_matches(name, dict(model.named_modules()), "modules")
+            raise UsageError(f"freeze: the model has no {name!r}; {near}")
+    if getattr(config, "linear_probe", False):  # an option of classifiers
+        model.requires_grad_(False)
+        model.get_classifier().requires_grad_(True)
+
+
+def check_same_everywhere(world: World, own: dict) -> None:
+    """Raise UsageError on every process if the values of any two processes of the run differ.
+
+    own: the values of this process by name, as text or numbers.
+    """
+    first, *others = world.gather({**own, "": socket.gethostname()})
+    for rank, other in enumerate(others, start=1):
+        for name in own:
+            if other[name] == first[name]:
+                continue
+            raise UsageError(
+                f"all processes must have the same {name}: process {rank} on {other['']} has "
+                f"{other[name]!r}, process 0 on {first['']} {first[name]!r}"
+            )
+
+
+# ---- the end ----------------------------------------------------------------------------------------------------
+
+
+def finish(trainer: Trainer, about: dict) -> None:
+    """Test the best and the last weights, each image once; write results.json, which marks the run complete.
+
+    With --no-test the test images are not used, and the results are those on the images held out.
+    """
+    config = trainer.config
+    progress = trainer.progress
+    folder = trainer.folder
+    data = trainer.data
+    tested = config.test and data.eval_split == "held_out"
+    split = "test" if tested else data.eval_split
+    last = best = _final_figures(trainer, progress.rows[-1], tested)
+    if 0 < progress.best_epoch < len(progress.rows):
+        trainer.best_model.load_state_dict(read_weights(folder / run_folder.WEIGHTS))
+        best = _final_figures(trainer, progress.rows[progress.best_epoch - 1], tested)
+    if trainer.world.is_main:
+        results = {
+            "model": config.model,
+            "epochs": config.epochs,
+            "eval_split": data.eval_split,
+            f"{split}_images": len(data.test if tested else data.evaluated),
+            f"{split}_last": _without_nan(last),
+            f"{split}_best": _without_nan(best),
+            "hardware": about["hardware"],
+        }
+        write_json(folder / run_folder.RESULTS, results)
+        trainer.step_log.close()
+    trainer.world.barrier()
+    held_out = split == "held_out"
+    log.info(
+        "%s: best weights (epoch %d) %s, last weights %s",
+        f"{trainer.quality} on images held out" if held_out else f"test {trainer.quality}",
+        progress.best_epoch,
+        trainer.text_of(best),
+        trainer.text_of(last),
+    )
+    measure = trainer.measures[0]
+    evaluated = [row for row in progress.rows if not math.isnan(row[measure])]
+    if data.eval_split == "test" and len(evaluated) > 1:
+        log.info(
+            "the best epoch was chosen by the images that it is evaluated on: quote the last "
+            "weights%s",
+            ", or hold images out (--holdout)" if hasattr(config, "holdout") else "",
+        )
+    seconds = sum(row["seconds"] for row in progress.rows)
+    log.info("run folder: %s, %d updates in %s", folder, progress.updates, duration(seconds))
+
+
+def _final_figures(trainer: Trainer, row: dict[str, float], tested: bool) -> dict[str, float]:
+    """Return an epoch's measures. If `tested`, return the loaded weights' measures on the test images instead, and the
+    first measure on the images held out."""
+    figures = {"epoch": row["epoch"]}
+    for measure in trainer.measures:
+        figures[measure] = row[measure]
+    if not tested:
+        return figures
+    data = trainer.data
+    first = trainer.measures[0]
+    loader = data.test_loader(**data.loader_keywords(trainer.model))
+    result = trainer.evaluate(
+        trainer.best_model, loader, len(data.classes), trainer.world, trainer.config
+    )
+    return figures | {f"held_out_{first}": row[first], **result.figures()}
+
+
+def _without_nan(figures: dict[str, float]) -> dict[str, float | None]:
+    """Return rounded figures for JSON, which has no nan: AP of large objects becomes None if there are none."""
+    shown = {}
+    for name, value in figures.items():
+        shown[name] = None if math.isnan(value) else round(value, 4)
+    return shown

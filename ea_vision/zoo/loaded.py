@@ -1,0 +1,297 @@
+"""Networks with the preparation of their images: `load` and `load_model` by a target, `as_model` also by a network."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from PIL import Image
+from timm.data import ImageNetInfo
+from torch import Tensor, nn
+
+from ea_vision.base.errors import UsageError
+from ea_vision.data.image_files import BrokenImage
+from ea_vision.data.image_names import displayable
+from ea_vision.models.inputs import built_size, input_channels
+from ea_vision.models.modes import unwrap
+from ea_vision.ops import Size
+from ea_vision.zoo.create import REFUSALS, load_network, timm_model, transformers_model
+from ea_vision.zoo.preparation import (
+    Preparation,
+    Processed,
+    changed,
+    in_unit_range,
+    preparation_of,
+    preparation_of_run,
+)
+from ea_vision.zoo.source import (
+    CLASSIFICATION,
+    TRANSFORMERS,
+    Kind,
+    Source,
+    kind_of,
+    register_kind,
+    source_of,
+)
+
+ROUNDING = 1e-3  # of values that a processor normalised, in 0..1
+
+
+@dataclass
+class LoadedModel:
+    """A network in evaluation mode, and the preparation of its images.
+
+    Attributes:
+        label: short, for titles.
+        epoch: of the checkpoint, if it is one.
+        trained: whether the weights are trained, not random.
+        weights: their name, if they have one.
+        classes: names of the classes, if known.
+        classifies: whether it classifies whole images; a detector does not.
+    """
+
+    model: nn.Module
+    label: str
+    preparation: Preparation | Processed
+    epoch: int | None = None
+    trained: bool = True
+    weights: str = ""
+    classes: Sequence[str] | None = None
+    classifies: ClassVar[bool] = True
+
+    @property
+    def img_size(self) -> Size:
+        """(height, width) of the input in pixels."""
+        return self.preparation.size
+
+    @property
+    def device(self) -> torch.device:
+        """The network's device; an exported network runs on the CPU."""
+        weights = list(self.model.parameters())
+        return weights[0].device if weights else torch.device("cpu")
+
+    def input_of(self, image: Image.Image | Tensor | Mapping) -> Tensor:
+        """Return the network's input (3, H, W), normalised: of a PIL image by the network's preparation; a tensor is
+        not resized.
+
+        Args:
+            image: as `ea_vision.recorder.inputs.as_image` returns it. A tensor has (3, H, W) or (1, 3, H, W): uint8;
+                floating point in 0..1; or normalised by the network's mean and std. An image processor's mapping with
+                "pixel_values" is normalised, too.
+
+        Raises:
+            UsageError: a tensor has another shape or range, or an image is too narrow.
+        """
+        if isinstance(image, Image.Image):
+            try:
+                return self.preparation(image)
+            except BrokenImage as error:
+                raise UsageError(f"an image {error}") from error
+        normalised = isinstance(image, Mapping)
+        if normalised:
+            image = _pixel_values(image)
+        image = image.detach()
+        if image.ndim == 4 and image.shape[0] == 1:
+            image = image[0]
+        if image.ndim != 3 or image.shape[0] != 3 or not image.numel():
+            raise UsageError(
+                "an image must be a path, a PIL image, an array (H, W, 3) or a tensor (3, H, W), got "
+                f"{tuple(image.shape)}"
+            )
+        if image.is_floating_point():
+            x = image.float()
+            shown = self.preparation.unnormalize(x)
+            low, high = shown.aminmax()
+            fits = -ROUNDING <= low and high <= 1 + ROUNDING
+            if normalised or (fits and not (image.min() >= 0 and image.max() <= 1)):
+                in_unit_range(shown, ROUNDING)
+                return x
+        return self.preparation.normalize(in_unit_range(image))
+
+    def shown(self, x: Tensor) -> Tensor:
+        """Return the image in 0..1 of an input (3, H, W)."""
+        return self.preparation.unnormalize(x).clamp(0, 1)
+
+    def batch_of(self, inputs: Sequence[Tensor]) -> Tensor:
+        """Return the network's batch (B, 3, H, W) from results of `input_of`, with the device and dtype of its weights.
+
+        Raises:
+            UsageError: the inputs have different sizes.
+        """
+        sizes = {f"{image.shape[1]}x{image.shape[2]}" for image in inputs}
+        if len(sizes) > 1:
+            raise UsageError(
+                f"images that run together must have one size, got {' and '.join(sorted(sizes))}"
+            )
+        batch = torch.stack(list(inputs)).to(self.device)
+        weights = [weight for weight in self.model.parameters() if weight.is_floating_point()]
+        return batch.to(weights[0].dtype) if weights else batch
+
+    def check_channels(self, refusal: RuntimeError) -> None:
+        """Raise UsageError if a forward's error says that the network takes images of another number of channels."""
+        if "channels" not in str(refusal):  # as a convolution says it
+            return
+        channels = input_channels(self.model)
+        if channels != 3:
+            raise UsageError(
+                f"a network is required that takes images with 3 channels, and {self.label} takes {channels} "
+                "(ea_vision.record_attention takes any)"
+            ) from refusal
+
+
+def _pixel_values(image: Mapping) -> Tensor:
+    """Return the pixel_values of an image processor's mapping."""
+    if "pixel_values" not in image:
+        raise UsageError(
+            f"an image processor's pixel_values are required, got {', '.join(map(str, image)) or 'nothing'}"
+        )
+    values = image["pixel_values"]
+    return values if isinstance(values, Tensor) else torch.from_numpy(np.array(values))
+
+
+def load(target: str, **kwargs: Any) -> nn.Module:
+    """Load a network with its keywords and its weights, in evaluation mode.
+
+    Args:
+        target: the name of a model that has pretrained weights, a run folder, a file of weights or a checkpoint in a
+            run folder, an exported file, a folder of `save_pretrained`, "hf-hub:OWNER/NAME" or "local-dir:FOLDER".
+        **kwargs: `device`, `img_size` (height, width) in pixels; further keywords of a model given by its name.
+
+    Raises:
+        UsageError: no such model, run or file, no weights, or weights that do not fit.
+    """
+    loaded = load_model(str(target), **kwargs)
+    if not loaded.trained:
+        raise UsageError(
+            f"there are no pretrained weights of {target}: timm.create_model({str(target)!r}) has random ones"
+        )
+    return loaded.model
+
+
+def load_model(
+    target: str,
+    *,
+    random: bool = False,
+    img_size: Size | None = None,
+    seed: int = 0,
+    device: str | torch.device = "cpu",
+    **kwargs: Any,
+) -> LoadedModel:
+    """Load a network and the preparation of its images.
+
+    Args:
+        target: see `ea_vision.zoo.source.source_of`.
+        random: whether to use random weights even if there are trained ones.
+        img_size: (height, width) of the input in pixels; default: the model's own.
+        seed: of random weights.
+        **kwargs: further keywords of a model given by its name.
+
+    Raises:
+        UsageError: there is no such model or run, weights cannot be read or do not fit, or the model cannot take images
+            of this size.
+    """
+    source = source_of(target, **kwargs)
+    model, epoch = load_network(source, random=random, seed=seed)
+    trained = source.has_weights and not random
+    kind = kind_of(source)
+    loaded = kind.prepared(model, source, trained)
+    loaded.epoch = epoch
+    if not trained:
+        loaded.label += " (untrained)"
+    elif epoch is not None:
+        loaded.label += f", epoch {epoch}"
+    elif source.run is not None and not source.is_run:
+        loaded.label += f", {source.weights.stem}"
+    _set_size(loaded, img_size or loaded.img_size, kind.fixed_size)
+    model.to(device)
+    return loaded
+
+
+def as_model(model: nn.Module | LoadedModel | str | Path, **images) -> LoadedModel:
+    """Return a model with its preparation. `model`: a timm model, or a target of `source_of`.
+
+    **images: processor, mean, std, see `ea_vision.zoo.preparation.preparation_of`.
+    """
+    if isinstance(model, nn.Module):
+        model = unwrap(model)
+        config = getattr(model, "pretrained_cfg", None) or {}
+        evolved_from = getattr(model, "_model_args", {}).get("base")
+        label = evolved_from or config.get("architecture") or type(model).__name__
+        return as_loaded(model, label, **images)
+    is_name = isinstance(model, (str, Path))
+    loaded = load_model(str(model)) if is_name else replace(model)
+    loaded.preparation = changed(loaded.preparation, **images)
+    return loaded
+
+
+def as_loaded(model: nn.Module, label: str, trained: bool = True, **images) -> LoadedModel:
+    """Return a network with its preparation. images: processor, mean, std; see `preparation_of`."""
+    preparation = preparation_of(model, label=label, **images)
+    classes = known_classes(model)
+    return LoadedModel(model, displayable(label), preparation, trained=trained, classes=classes)
+
+
+def _classifier(model: nn.Module, source: Source, trained: bool) -> LoadedModel:
+    """Return a classifier with the preparation of its run's evaluation, or of its own configuration."""
+    loaded = as_loaded(model, source.label, trained)
+    if source.pretrained and trained:
+        loaded.weights = model.pretrained_cfg.get("tag") or ""
+    if source.note:
+        loaded.classes = source.note.get("classes")
+    preparation = loaded.preparation
+    of_run = preparation_of_run(source.options, mean=preparation.mean, std=preparation.std)
+    loaded.preparation = of_run or preparation
+    return loaded
+
+
+def _transformer(model: nn.Module, source: Source, trained: bool) -> LoadedModel:
+    """Return a model of transformers with the image processor that was saved beside its weights."""
+    loaded = as_loaded(model, source.label, trained)
+    labels = model.config.id2label or {}
+    loaded.classes = [labels[index] for index in sorted(labels)]
+    return loaded
+
+
+def _set_size(loaded: LoadedModel, img_size: Size, fixed: bool) -> None:
+    """Set the size of a model's images, (H, W), unless it is fixed.
+
+    Raises:
+        UsageError: it cannot take such images.
+    """
+    own = built_size(loaded.model) or loaded.img_size
+    wanted = f"{img_size[0]}x{img_size[1]} pixels"
+    if img_size != own and fixed:
+        raise UsageError(f"{loaded.label} takes images of {own[0]}x{own[1]} pixels, got {wanted}")
+    # timm's transformers resample their positions
+    if img_size != own and hasattr(loaded.model, "set_input_size"):
+        try:
+            loaded.model.set_input_size(img_size=img_size)
+        except REFUSALS as error:
+            raise UsageError(f"{loaded.label} cannot take images of {wanted}: {error}") from error
+    if img_size != loaded.img_size:
+        loaded.preparation = replace(loaded.preparation, size=img_size)
+
+
+def check_classifies(model: LoadedModel) -> None:
+    """Raise UsageError for a detector: a network that classifies whole images is required."""
+    if not model.classifies:
+        raise UsageError(
+            f"a network that classifies images is required, but {model.label} detects objects (use ea-vision predict)"
+        )
+
+
+def known_classes(model: nn.Module) -> list[str] | None:
+    """Return the class names of a network's weights, or ImageNet's for 1000 classes; None if they are not known."""
+    config = getattr(model, "pretrained_cfg", None) or {}
+    if config.get("label_names"):
+        return list(config["label_names"])
+    if config.get("num_classes") == getattr(model, "num_classes", 0) == 1000:
+        descriptions = ImageNetInfo().label_descriptions()
+        return [description.split(",")[0] for description in descriptions]
+    return None
+
+
+register_kind(CLASSIFICATION, Kind(timm_model, _classifier))
+register_kind(TRANSFORMERS, Kind(transformers_model, _transformer))
