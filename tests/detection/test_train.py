@@ -200,7 +200,7 @@ World = None  # what only loaders ask
         ("--data-dir /nowhere", "/nowhere must have"),
         ("--pretrained-path /nowhere", "--pretrained-path /nowhere does not exist"),
         ("--pretrained-path {data}", "must be a weights file or a run folder"),
-        ("--evaluate resnet18", "--evaluate needs a run folder, got resnet18"),
+        ("--evaluate resnet18", "resnet18 must be a model of detection, got one of classification"),
     ],
 )
 def test_errors_are_one_line(data, tmp_path, more, message):

@@ -116,7 +116,7 @@ def test_evaluate_a_model_with_weights(finished, data, tmp_path, capsys, refusal
 
     assert train_cifar.main(command(finished / "model.safetensors")) == 0
     capsys.readouterr()
-    assert "cannot be read" in refusal(command(data))
+    assert "must be a weights file or a run folder" in refusal(command(data))
     other = timm.create_model("test_resnet", num_classes=7)
     seven = tmp_path / "seven.safetensors"
     safetensors.torch.save_file(other.state_dict(), seven)
