@@ -7,6 +7,7 @@ After a fused one, which never forms the map, the map is computed from queries a
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -70,7 +71,23 @@ FORMS: dict[Callable, Callable[..., Tensor | None]] = {
     F.multi_head_attention_forward: _multi_head,
 }
 
+# functions that join tokens or change their order
+MOVES = {torch.cat, torch.concat, torch.concatenate, torch.gather, Tensor.gather}
+
 Take = Callable[[Tensor], None]
+
+
+@dataclass(eq=False)
+class Recorder:
+    """What a recorder wants to know of the calls of its thread.
+
+    Attributes:
+        running: the functions that take the maps of the layers that run, the innermost last.
+        note_move: called with function, result, arguments and keywords after each of MOVES.
+    """
+
+    running: list[Take] = field(default_factory=list)
+    note_move: Callable[[Callable, Tensor, tuple, dict], None] | None = None
 
 
 class Interception(TorchFunctionMode):
@@ -78,17 +95,22 @@ class Interception(TorchFunctionMode):
 
     def __init__(self):
         super().__init__()
-        self.recorders: list[list[Take]] = []
+        self.recorders: list[Recorder] = []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func in FORMS and any(self.recorders):
+        if func in FORMS and any(recorder.running for recorder in self.recorders):
             with torch.no_grad(), torch._C.DisableTorchFunction():
                 attn = FORMS[func](result, *args, **kwargs)
-                for running in self.recorders:
-                    if running and attn is not None:
-                        running[-1](attn)
+                for recorder in self.recorders:
+                    if recorder.running and attn is not None:
+                        recorder.running[-1](attn)
+        elif func in MOVES:
+            with torch.no_grad(), torch._C.DisableTorchFunction():
+                for recorder in self.recorders:
+                    if recorder.note_move is not None:
+                        recorder.note_move(func, result, args, kwargs)
         return result
 
 
@@ -96,9 +118,8 @@ _this_thread = threading.local()  # mode: its Interception, while it records
 
 
 @contextmanager
-def intercepted() -> Iterator[list[Take]]:
-    """Watch the functions in this thread; yield a list in which the recorder keeps the running layers' functions that
-    take their maps, the innermost last.
+def intercepted() -> Iterator[Recorder]:
+    """Watch the functions in this thread; yield the Recorder that is told of them.
 
     The recorders of a thread share one mode, so that closing one does not end another.
 
@@ -109,13 +130,13 @@ def intercepted() -> Iterator[list[Take]]:
         _this_thread.mode = Interception().__enter__()
     thread = threading.get_ident()
     recorders = _this_thread.mode.recorders
-    running: list[Take] = []
-    recorders.append(running)
+    recorder = Recorder()
+    recorders.append(recorder)
     try:
-        yield running
+        yield recorder
     finally:
-        ended_last = recorders[-1] is running
-        recorders[:] = [other for other in recorders if other is not running]
+        ended_last = recorders[-1] is recorder
+        recorders.remove(recorder)
         if thread != threading.get_ident():
             raise RuntimeError("a recorder must be closed by the thread that opened it")
         if not recorders:

@@ -9,7 +9,7 @@ Shape letters: B images, K heads, H x W a layer's grid, N = H*W, P prefix tokens
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Container
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from ea_vision.layers.foreign import owners, prefix_names
 from ea_vision.ops import Size
 from ea_vision.recorder.interception import Hooks
 
-MOST_CHANNELS = 4  # of an image
+COMMON_CHANNELS = 4  # up to which a network's first argument is an image, whatever its stem takes
 
 
 @dataclass(frozen=True)
@@ -102,20 +102,34 @@ class Layout:
 class Sight:
     """What a forward reveals about its images: their shape, and the grids of the features computed from them.
 
-    image: (B, C, H, W); None: the network has seen none. grids: (H, W) by the number of cells. covered: the (height,
-    width) in pixels of all patches together, by the (H, W) of the patches.
+    Args:
+        stems: the convolutions that may take the images.
+        channels: numbers of channels that the network's first argument has if it is a batch of images.
+
+    Attributes:
+        image: (B, C, H, W); None: the network has seen none.
+        grids: (H, W) by the number of cells.
+        covered: the (height, width) in pixels of all patches together, by the (H, W) of the patches.
+        joined: numbers of tokens of the sequences that were concatenated, as prefix tokens and patches are.
+        reordered: whether tokens have changed places, as those of a masked autoencoder.
     """
 
-    def __init__(self):
+    def __init__(self, stems: Collection[nn.Module], channels: Container[int]):
+        self.stems = stems
+        self.channels = channels
         self.image: torch.Size | None = None
         self.grids: dict[int, Size] = {}
         self.covered: dict[Size, Size] = {}
+        self.joined: set[int] = set()
+        self.reordered = False
         self._called: set[nn.Module] = set()  # stems, in this forward
 
     def _forget(self) -> None:
         self.image = None
         self.grids.clear()
         self.covered.clear()
+        self.joined.clear()
+        self.reordered = False
         self._called.clear()
 
     def begin(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -124,7 +138,7 @@ class Sight:
         names = list(inspect.signature(model.forward).parameters)
         first = names[0] if names else ""
         value = args[0] if args else kwargs.get(first)
-        if _is_image(value):
+        if isinstance(value, Tensor) and value.ndim == 4 and value.shape[1] in self.channels:
             self.image = value.shape
 
     def look_through(self, stem: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -132,8 +146,36 @@ class Sight:
         if stem in self._called:
             self._forget()
         self._called.add(stem)
-        if self.image is None and args and _is_image(args[0]):
+        if self.image is None and args and args[0].ndim == 4:
             self.image = args[0].shape
+
+    def note_move(self, function: Callable, result: Tensor, args: tuple, kwargs: dict) -> None:
+        """Note a concatenation of tokens (B, T, C), or that a gather has changed their order."""
+        dim = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else 0))
+        if result.ndim != 3 or dim not in (1, -2):
+            return
+        if function not in (torch.gather, Tensor.gather):
+            self.joined.add(result.shape[1])
+            return
+        tokens = kwargs.get("input", args[0] if args else None)
+        index = kwargs.get("index", args[-1] if args else None)[..., 0]
+        if tokens.shape[1] != index.shape[1]:
+            return  # dropped: their number shows it
+        in_order = torch.arange(index.shape[1], device=index.device)
+        if index.is_meta or not torch.equal(index, in_order.expand_as(index)):
+            self.reordered = True
+
+    def key_grid(self, keys: int, prefix: int, names: int) -> Size | None:
+        """Return the grid of a layer's keys behind `prefix` tokens, or None if they are not all patches in their order.
+
+        Keys without the network's prefix tokens are patches only if these have not joined them yet: afterwards as many
+        patches were dropped.
+
+        Args:
+            names: number of the network's prefix tokens.
+        """
+        dropped = prefix == 0 < names and keys + names in self.joined
+        return None if dropped or self.reordered else self.grids.get(keys - prefix)
 
     def _note(self, height: int, width: int) -> None:
         self.grids[height * width] = (height, width)
@@ -144,7 +186,7 @@ class Sight:
             return
         grid = tuple(output.shape[2:])
         self._note(*grid)
-        if self.image is None or not _embeds_apart(module):
+        if self.image is None or module not in self.stems or not _keeps_patches_apart(module):
             return
         sides = zip(args[0].shape[2:], self.image[2:], module.stride, strict=True)
         if all(0 <= side - pixels < stride for side, pixels, stride in sides):  # padded to patches
@@ -173,32 +215,18 @@ class Sight:
         return None if self.image is None else tuple(self.image[2:])
 
 
-def _is_image(value: Any) -> bool:
-    """Return whether a value may be a batch of images (B, C, H, W)."""
-    return isinstance(value, Tensor) and value.ndim == 4 and value.shape[1] <= MOST_CHANNELS
+def _keeps_patches_apart(stem: nn.Conv2d) -> bool:
+    """Return whether the patches of an image that a convolution embeds do not overlap."""
+    return stem.padding in ((0, 0), "valid") and stem.kernel_size == stem.stride
 
 
-def _takes_images(module: nn.Module) -> bool:
-    """Return whether a module is a convolution that may take images."""
-    return isinstance(module, nn.Conv2d) and module.in_channels <= MOST_CHANNELS
-
-
-def _embeds_apart(module: nn.Module) -> bool:
-    """Return whether a module is a convolution that may embed patches of images that do not overlap."""
-    if not _takes_images(module) or module.padding not in ((0, 0), "valid"):
-        return False
-    return module.kernel_size == module.stride
-
-
-def _embeds_patches(module: nn.Module) -> bool:
-    """Return whether a linear layer may embed square patches of images."""
-    if not isinstance(module, nn.Linear):
-        return False
-    for channels in range(1, MOST_CHANNELS + 1):
-        side = math.isqrt(module.in_features // channels)
-        if side > 1 and side * side * channels == module.in_features:
-            return True
-    return False
+def _channels_of_patches(embedding: nn.Module) -> list[int]:
+    """Return the numbers of channels of the square patches of images that a linear layer may embed."""
+    if not isinstance(embedding, nn.Linear):
+        return []
+    count = embedding.in_features
+    sides = range(2, math.isqrt(count) + 1)
+    return [count // side**2 for side in sides if count % side**2 == 0]
 
 
 def _makes_grids(module: nn.Module) -> bool:
@@ -208,22 +236,25 @@ def _makes_grids(module: nn.Module) -> bool:
 
 def image_seen(model: nn.Module, hooks: Hooks) -> Sight:
     """Hook the network; return the Sight that its forwards fill while the hooks stay."""
-    sight = Sight()
-    hooks.add(model.register_forward_pre_hook, sight.begin)
     # the convolutions of evolutions take maps
     modules = [module for name, module in model.named_modules() if ".evolution." not in name]
-    has_stem = False
+    convolutions = [module for module in modules if isinstance(module, nn.Conv2d)]
+    stems = [module for module in convolutions if module.in_channels <= COMMON_CHANNELS]
+    stems = stems or convolutions[:1]
+    channels = {*range(1, COMMON_CHANNELS + 1), *(stem.in_channels for stem in stems)}
+    sight = Sight(stems, channels)
+    hooks.add(model.register_forward_pre_hook, sight.begin)
+    embeddings = [] if stems else [module for module in modules if _channels_of_patches(module)]
+    for embedding in embeddings[:1]:
+        channels.update(_channels_of_patches(embedding))
+        hooks.add(embedding.register_forward_pre_hook, sight.note_patches)
+    for stem in stems:
+        hooks.add(stem.register_forward_pre_hook, sight.look_through)
     for module in modules:
-        if _takes_images(module):
-            has_stem = True
-            hooks.add(module.register_forward_pre_hook, sight.look_through)
         if _makes_grids(module):
             hooks.add(module.register_forward_hook, sight.note_grid)
         if hasattr(module, "resolution") and isinstance(getattr(module, "stride", None), int):
             hooks.add(module.register_forward_pre_hook, sight.note_subsampled)
-    if not has_stem:
-        for embedding in list(filter(_embeds_patches, modules))[:1]:
-            hooks.add(embedding.register_forward_pre_hook, sight.note_patches)
     return sight
 
 
@@ -278,7 +309,7 @@ def token_layout(
             f"got maps of shape {list(shape)}"
         )
     for prefix in (len(names), 0):
-        key_size = sight.grids.get(keys - prefix)
+        key_size = sight.key_grid(keys, prefix, 0 if query_names else len(names))
         feat_size = key_size
         if not query_names and queries not in (keys, prefix):
             feat_size = sight.grids.get(queries - prefix)
@@ -287,7 +318,7 @@ def token_layout(
             return Layout(
                 feat_size, key_size, names[:prefix], query_names, image=size, covered=covered
             )
-    key_size = sight.grids.get(keys)
+    key_size = sight.key_grid(keys, 0, len(names))
     if key_size and queries != keys and not query_names:
         objects = tuple(f"query{number + 1}" for number in range(queries))  # a detector's
         return Layout(key_size, key_size, query_names=objects, image=size)

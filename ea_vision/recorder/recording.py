@@ -399,15 +399,16 @@ def record_attention(
     watches = []
     with Hooks() as hooks:
         hooks.enter_context(compiled_code_runs_eagerly())
-        running = hooks.enter_context(intercepted())
+        recorder = hooks.enter_context(intercepted())
         sight = image_seen(model, hooks)
+        recorder.note_move = sight.note_move
         hooks.add(model.register_forward_pre_hook, maps._call_begins)
         hooks.add(model.register_forward_hook, maps._call_ends, always_call=True)
         for layer in chosen:
             wanted = {*parts} & {*layer.parts}
             find = layout_finder(model, layer.name, sight, hooks)
             watch = _Watch(layer, found[layer], heads, wanted, maps, find, sight)
-            watch.follow(hooks, running)
+            watch.follow(hooks, recorder.running)
             watches.append(watch)
         yield maps
     if maps:

@@ -35,7 +35,46 @@ def masked_autoencoder():
     return transformers_model("ViTMAE", decoder_hidden_size=24, **decoder)
 
 
-@pytest.mark.parametrize("make, tokens", [(dropping, 5), (pruning, 10), (masked_autoencoder, 5)])
+def dropping_one():
+    """A network that keeps 15 of 4x4 patches and the class token: 16 tokens."""
+    network = timms("vit_tiny_patch16_224", patch_drop_rate=0.06, **TINY)
+    network.patch_drop.train()
+    return network
+
+
+def dropping_two():
+    """A network with two prefix tokens that keeps 14 of 4x4 patches: 16 tokens."""
+    network = timms("vit_tiny_patch16_224", reg_tokens=1, patch_drop_rate=0.12, **TINY)
+    network.patch_drop.train()
+    return network
+
+
+def merging_one():
+    """A network that drops a patch in each block, as ToMe does with r = 1."""
+    network = timms("vit_tiny_patch16_224", **TINY)
+    network.blocks[0].register_forward_hook(lambda _, args, output: output[:, :-1])
+    return network
+
+
+def shuffling():
+    """A masked autoencoder that keeps all patches in another order."""
+    model = masked_autoencoder()
+    model.embeddings.config.mask_ratio = 0.0
+    return model
+
+
+@pytest.mark.parametrize(
+    "make, tokens",
+    [
+        (dropping, 5),
+        (pruning, 10),
+        (masked_autoencoder, 5),
+        (dropping_one, 16),
+        (dropping_two, 16),
+        (merging_one, 16),
+        (shuffling, 17),
+    ],
+)
 def test_tokens_that_are_no_grid_have_no_places(make, tokens):
     model = make()
     with torch.no_grad(), record_attention(model) as maps:
@@ -56,6 +95,38 @@ def test_the_grid_before_pruning_stays():
     maps = recorded(pruning(), images())
     assert maps[1].feat_size == (4, 4)
     assert maps[1].prefix_names == ("cls",)
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3, 4, 5, 6, 12, 13, 200])
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "naflexvit_base_patch16_gap"])
+def test_images_have_any_number_of_channels(name, channels):
+    if not timm.is_model(name):
+        pytest.skip("this timm lacks it")
+    naflex = name.startswith("naflex")
+    side = 64 if naflex else 32
+    options = {"depth": 2} if naflex else TINY
+    with torch.device("meta"):
+        model = timm.create_model(name, in_chans=channels, **options).eval()
+    with torch.no_grad(), record_attention(model) as maps:
+        model(torch.empty(2, channels, side, side, device="meta"))
+    for layer in maps.values():
+        assert layer.feat_size == (4, 4)
+        assert layer.layout.image == (side, side)
+        assert len(layer.prefix_names) == (4 if naflex else 1)
+
+
+@pytest.mark.parametrize("name", ["cait_xxs24_224", "vit_base_patch16_siglip_224"])
+@torch.no_grad()
+def test_layers_without_the_prefix_tokens_have_a_grid(name):
+    """CaiT's class token joins its last layers; SigLIP pools without prefix tokens."""
+    with torch.device("meta"):
+        model = timm.create_model(name, img_size=64, depth=2).eval()
+    with record_attention(model) as maps:
+        model(torch.empty(1, 3, 64, 64, device="meta"))
+    assert len(maps) > 2
+    for layer in maps.values():
+        assert layer.layout.key_size == (4, 4)
+        assert not layer.layout.placeless
 
 
 @pytest.mark.parametrize(
