@@ -5,7 +5,8 @@ import io
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 
 
@@ -30,6 +31,17 @@ def near_matches(wrong: str, known, kind: str) -> str:
     if len(known) <= 20:
         return f"known {kind}: {', '.join(sorted(known))}"
     return f"none of the {len(known)} known {kind} is close"
+
+
+@contextmanager
+def extra_required(what: str, packages: str, extra: str) -> Iterator[None]:
+    """Turn the ImportError of packages that `what` needs into a UsageError that names them and their extra."""
+    try:
+        yield
+    except ImportError as error:
+        raise UsageError(
+            f"{what} needs {packages}, not installed ({error}): pip install {packages} (the extra {extra})"
+        ) from error
 
 
 class CommandParser(argparse.ArgumentParser):

@@ -11,7 +11,7 @@ import re
 import tarfile
 from pathlib import Path
 
-from ea_vision.base.errors import UsageError
+from ea_vision.base.errors import UsageError, extra_required
 
 NAME = re.compile(r"((?:.*/)?)ILSVRC2012_val_(\d{8})\.jpe?g", re.IGNORECASE)  # folder, number
 FOLDERS_UP = 5  # ROOT/ILSVRC/Data/CLS-LOC/val, with Kaggle's file in ROOT
@@ -84,7 +84,8 @@ def _synsets(path: Path) -> dict[int, str]:
 
 def _devkit(path: Path) -> dict[int, str]:
     """Read the packed devkit."""
-    from scipy.io import loadmat
+    with extra_required(path.name, "scipy", "data"):
+        from scipy.io import loadmat
 
     folder = "ILSVRC2012_devkit_t12/data"
     with tarfile.open(path) as tar:

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from ea_vision.base.errors import UsageError
+from ea_vision.base.errors import UsageError, extra_required
 from ea_vision.base.files import cache_root
 from ea_vision.data.image_files import BrokenImage, ImageFiles, fingerprint
 from ea_vision.data.scaling import Scaling
@@ -109,7 +109,8 @@ def places_of(data_dir: str) -> tuple[Path, Path]:
 
 def _load_digits(scaling: Scaling) -> DataSet:
     """Load scikit-learn's 1,797 digits of 8x8 pixels, enlarged; every fifth image of a class is for testing."""
-    from sklearn.datasets import load_digits
+    with extra_required("--dataset digits", "scikit-learn", "data"):
+        from sklearn.datasets import load_digits
 
     digits = load_digits()
     grey = np.rint(digits.images * (255 / 16)).astype(np.uint8)  # (1797, 8, 8), values were 0..16

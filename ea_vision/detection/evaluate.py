@@ -17,7 +17,7 @@ from itertools import chain
 import torch
 from torch import nn
 
-from ea_vision.base.errors import RunError, UsageError
+from ea_vision.base.errors import RunError, extra_required
 from ea_vision.base.processes import World
 from ea_vision.detection.coco import results_of
 from ea_vision.detection.transforms import found_in_original
@@ -33,13 +33,9 @@ def require_pycocotools():
     Raises:
         UsageError: it is not installed.
     """
-    try:
+    with extra_required("detection", "pycocotools", "detection"):
         from pycocotools.coco import COCO
         from pycocotools.cocoeval import COCOeval
-    except ImportError as error:
-        raise UsageError(
-            f"COCO's metrics need pycocotools, not installed ({error}): pip install pycocotools"
-        ) from error
     return COCO, COCOeval
 
 

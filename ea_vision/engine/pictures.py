@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
-from sklearn.metrics import ConfusionMatrixDisplay
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.figures import FORMATS, figure_bytes
@@ -70,14 +69,17 @@ def confusion_png(result: Evaluation, classes: list[str], name: str) -> bytes:
     side = min(5 + 0.4 * len(classes), 17)
     figure = Figure(figsize=(side, side), layout="constrained")
     axes = figure.add_subplot()
-    display = ConfusionMatrixDisplay(
-        percent.numpy(), display_labels=list(map(displayable, classes))
-    )
-    display.plot(
-        ax=axes, cmap="Blues", include_values=few, values_format=".0f", xticks_rotation="vertical"
-    )
-    if not few:
-        axes.set(xticks=[], yticks=[])
+    picture = axes.imshow(percent.numpy(), cmap="Blues")
+    figure.colorbar(picture, ax=axes)
+    axes.set(xticks=[], yticks=[])
+    if few:
+        names = list(map(displayable, classes))
+        axes.set_xticks(range(len(names)), names, rotation="vertical")
+        axes.set_yticks(range(len(names)), names)
+        dark = percent > (percent.max() + percent.min()) / 2
+        for (row, column), value in np.ndenumerate(percent.numpy()):
+            color = "white" if dark[row, column] else "black"
+            axes.text(column, row, f"{value:.0f}", color=color, ha="center", va="center")
     numbers = f"top-1 {result.top1:.2f}%, top-5 {result.top5:.2f}%, {result.images} images"
     title = f"{name}\n{numbers}; percent of the class"
     axes.set(xlabel="taken for", ylabel="class", title=title)

@@ -14,7 +14,7 @@ import psutil
 import torch
 
 from ea_vision.base.devices import peak_memory
-from ea_vision.base.errors import UsageError
+from ea_vision.base.errors import UsageError, extra_required
 from ea_vision.base.files import atomic_write
 from ea_vision.base.units import MIB, duration
 from ea_vision.engine.config import TrainConfig
@@ -66,18 +66,13 @@ class StepLog:
         self.writer = None
         self.board = None
         self.warned: set[str] = set()  # what could not be written
-        try:
-            if config.tensorboard:
+        if config.tensorboard:
+            with extra_required("--tensorboard", "tensorboard", "logging"):
                 from torch.utils.tensorboard import SummaryWriter
 
-                self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=updates + 1)
-            if config.wandb:
-                self.board = self._board(config)
-        except ImportError as error:
-            raise UsageError(
-                f"--tensorboard and --wandb need packages that are not installed ({error}): "
-                "pip install tensorboard wandb"
-            ) from error
+            self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=updates + 1)
+        if config.wandb:
+            self.board = self._board(config)
         if config.log_steps:
             self._drop_rows_beyond(updates)
 
@@ -95,7 +90,8 @@ class StepLog:
 
     def _board(self, config: TrainConfig):
         """Return the run of Weights & Biases that shows this folder; a resumed run keeps its id."""
-        import wandb
+        with extra_required("--wandb", "wandb", "logging"):
+            import wandb
 
         folder = self.path.parent.resolve()
         known = folder / "wandb_id.txt"
