@@ -1,6 +1,6 @@
 """The attention layers and the evolutions of their maps; their arithmetic is `ea_vision.ops`."""
 
-from ea_vision.layers.across import MRLALight, TokenConv, ValueResidual
+from ea_vision.layers.across import TokenConv, ValueResidual
 from ea_vision.layers.augmented_conv import AugmentedConv2d, check_fusion
 from ea_vision.layers.evolution import (
     Evolution,

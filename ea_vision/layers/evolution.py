@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from numbers import Real
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +38,19 @@ from ea_vision.ops.reference import (
 )
 
 _EVOLUTIONS: dict[str, type["Evolution"]] = {}
+
+
+class Operands(TypedDict, total=False):
+    """Keywords of `evolving_attention`. own_scale multiplies the layer's own logits."""
+
+    prev_logits: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    alpha: float | Tensor
+    beta: float | Tensor
+    predict: bool
+    num_prefix_tokens: int
+    own_scale: float
 
 
 class Evolution(nn.Module):
@@ -84,11 +97,12 @@ class Evolution(nn.Module):
     def restore_start(self) -> None:
         """Reset parameters that the network's own initialisation would overwrite. Default: none."""
 
-    def operands(self, prev_logits: Tensor) -> dict | str:
-        """Return keywords that make `evolving_attention` compute `forward`, or a string saying why it cannot.
+    def operands(self, prev_logits: Tensor) -> Operands | None:
+        """Return the keywords with which `evolving_attention` computes `forward`; None: see `reason_against`."""
+        return None
 
-        The keyword own_scale multiplies the layer's own logits.
-        """
+    def reason_against(self) -> str | None:
+        """Return why `operands` returns None."""
         return f"{type(self).__name__} defines only forward, which the others cannot run"
 
     def parts(self, logits: Tensor, prev_logits: Tensor, evolved: Tensor) -> dict[str, Tensor]:
@@ -182,7 +196,7 @@ class EvolvingMaps(StepByStep):
             out = self.evolution.mix_output(out, v, tokens)
         return out, logits
 
-    def _operands(self, prev_logits: Tensor | None) -> dict | None:
+    def _operands(self, prev_logits: Tensor | None) -> Operands | None:
         """Return the keywords with which `evolving_attention` computes the evolution.
 
         None if it cannot compute what the modules compute, or if a hook on one of them needs the maps.
@@ -190,16 +204,20 @@ class EvolvingMaps(StepByStep):
         Raises:
             ValueError: an implementation is forced, and cannot compute what the modules compute.
         """
-        evolving = [] if self.evolution is None else self.evolution.modules()
-        watched = [self.attn_drop, *evolving]
-        if any(map(is_altered, watched)):
+        if is_altered(self.attn_drop):
             return None
-        operands = {} if self.evolution is None else self.evolution.operands(prev_logits)
-        if not isinstance(operands, str):
+        evolution = self.evolution
+        if evolution is None:
+            return {}
+        if any(map(is_altered, evolution.modules())):
+            return None
+        operands = evolution.operands(prev_logits)
+        if operands is not None:
             return operands
+        reason = evolution.reason_against()
         if forced:
-            raise UsageError(f"implementation {forced[-1]!r} cannot run this: {operands}")
-        log_once(("reference", operands), f"evolving attention by 'reference': {operands}")
+            raise UsageError(f"implementation {forced[-1]!r} cannot run this: {reason}")
+        log_once(("reference", reason), f"evolving attention by 'reference': {reason}")
         return None
 
 
@@ -383,6 +401,7 @@ class _ConvolvedEvolution(Evolution):
     def __init__(
         self,
         num_heads: int,
+        *,
         num_layers: int,
         alpha: float,
         beta: float,
@@ -476,14 +495,16 @@ class _ConvolvedEvolution(Evolution):
             patches = with_prefix(maps, patches, self.num_prefix_tokens)
         return patches
 
-    def operands(self, prev_logits: Tensor) -> dict | str:
-        """Apply all convolutions but the last (PA alone has more than one); the operator applies the last one."""
+    def reason_against(self) -> str | None:
         if self.causal != "none":
             return f"the others have no causal form; got causal={self.causal!r}"
-        for conv in self.convs:
-            reason = reason_against_conv(conv)
-            if reason is not None:
-                return reason
+        reasons = map(reason_against_conv, self.convs)
+        return next((reason for reason in reasons if reason is not None), None)
+
+    def operands(self, prev_logits: Tensor) -> Operands | None:
+        """Apply all convolutions but the last (PA alone has more than one); the operator applies the last one."""
+        if self.reason_against() is not None:
+            return None
         *first, last = self.convs or [None]
         if first:
             patches = among_patches(prev_logits, self.num_prefix_tokens)
@@ -585,13 +606,13 @@ class EvolvingAttention(_ConvolvedEvolution):
         default = 0.5 if causal == "none" else 0.0
         super().__init__(
             num_heads,
-            1,
-            default if alpha is None else alpha,
-            beta,
-            kernel_size,
-            False,
-            learnable,
-            causal,
+            num_layers=1,
+            alpha=default if alpha is None else alpha,
+            beta=beta,
+            kernel_size=kernel_size,
+            predict=False,
+            learnable=learnable,
+            causal=causal,
             device=device,
             dtype=dtype,
         )
@@ -632,12 +653,12 @@ class PredictiveAttention(_ConvolvedEvolution):
             raise ValueError(f"num_layers must be 0 or more, got {num_layers}")
         super().__init__(
             num_heads,
-            num_layers,
-            alpha,
-            1.0,
-            kernel_size,
-            True,
-            learnable,
+            num_layers=num_layers,
+            alpha=alpha,
+            beta=1.0,
+            kernel_size=kernel_size,
+            predict=True,
+            learnable=learnable,
             device=device,
             dtype=dtype,
         )

@@ -6,8 +6,6 @@ cross-attention), counted from 1. Padding enters no convolution, and masks are a
 Shape letters: B batch, C channels, K heads, Q queries, N keys, D width of a head.
 """
 
-import threading
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ea_vision.base.errors import UsageError
-from ea_vision.layers.evolution import EvolvingAttention, PredictiveAttention
+from ea_vision.layers.evolution import EvolvingAttention, Operands, PredictiveAttention
+from ea_vision.layers.handing_on import Handed, Relay, thread_of_forward
 from ea_vision.layers.token_attention import MapsAttention
 from ea_vision.ops.problem import Size, check_prev_logits
 from ea_vision.ops.reference import attention_of, readable
@@ -26,7 +25,6 @@ CONVOLVING = ("ea", "pa", "mta", "conv2d")  # padding is set to 0 before these c
 CAUSAL = ("ea", *POINTWISE)  # kinds with a form for decoders
 # Masks hide keys by -10000, -1e9, the smallest finite number or -inf: the softmax turns each into 0.
 HIDES = -9000.0
-CARRIED = "_ea_vision_carried"  # attribute of a block's input tokens, for its recomputation
 
 
 def check_kind(kind: str | None, causal: str, across: bool, name: str) -> None:
@@ -43,67 +41,36 @@ def check_kind(kind: str | None, causal: str, across: bool, name: str) -> None:
         )
 
 
-def thread_of_forward() -> int:
-    """Return the running thread's id (0 under torch.compile): the state of a forward is kept per thread."""
-    return 0 if torch.compiler.is_compiling() else threading.get_ident()
+class Chain(Relay):
+    """Layers of one kind that hand maps to one another.
 
-
-def recomputes() -> bool:
-    """Return whether the backward pass is recomputing a block (gradient checkpointing)."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-
-
-def whole(x: Tensor) -> Tensor:
-    """Return the base of a view of all of it, else x: a full backward hook makes such views of a module's input and
-    output, and an attribute of the base is not one of the view."""
-    base = None if torch.compiler.is_compiling() else x._base
-    if base is None or base.shape != x.shape or base.stride() != x.stride():
-        return x
-    return base
-
-
-@dataclass(frozen=True)
-class Handed:
-    """What layer `number` of a chain hands to the next; number 0 is the patch embedding.
-
-    feat_size: (H, W) of the patches; None for a sequence.
-    logits: (B, K, Q, N).
-    first_values: (B, K, N, D) of the first layer.
-    """
-
-    number: int = 0
-    feat_size: Size | None = None
-    logits: Tensor | None = None
-    first_values: Tensor | None = None
-
-
-class Chain:
-    """Layers that hand maps to one another, and the state of a forward for them, per thread.
-
-    kind: their evolution. cross: whether they attend to another sequence. depth: number of layers. decoder: for
-    cross-attention, the chain of the queries' self-attention, which runs before it. padding: of the queries, (B, Q).
-    inputs: the running layer's input (B, Q, C) and its cache.
+    Attributes:
+        kind: their evolution.
+        cross: whether they attend to another sequence.
+        decoder: for cross-attention, the chain of the queries' self-attention, which runs before it.
+        padding: of the queries of the running block, (B, Q), by thread.
+        inputs: the running layer's input (B, Q, C) and its cache, by thread.
     """
 
     def __init__(self, kind: str | None, cross: bool, depth: int, decoder: "Chain | None" = None):
+        super().__init__(depth)
         self.kind = kind
         self.cross = cross
-        self.depth = depth
         self.decoder = decoder
-        self.handed: dict[int, Handed] = {}
         self.padding: dict[int, Tensor | None] = {}
         self.inputs: dict[int, tuple[Tensor, Any]] = {}
 
-    def __deepcopy__(self, memo: dict) -> "Chain":
-        """Return the chain itself: copies of a model may share it, since in a thread they run one after another."""
-        return self
-
-    def __reduce__(self):
+    def __reduce__(self) -> tuple:
         return Chain, (self.kind, self.cross, self.depth, self.decoder)
+
+    def end(self, *_: Any) -> None:
+        super().end()
+        for state in (self.padding, self.inputs):
+            state.pop(thread_of_forward(), None)
 
     def note_grid(self, embedding: nn.Module, args: tuple, patches: Tensor) -> None:
         """Begin the chain with the (H, W) of the patch embedding's result (B, C, H, W)."""
-        self.handed[thread_of_forward()] = Handed(feat_size=tuple(patches.shape[-2:]))
+        self.note_size(tuple(patches.shape[-2:]))
 
     def note_input(self, layer: nn.Module, args: tuple, kwargs: dict) -> None:
         """Keep a layer's input (B, Q, C), and its cache, until its maps are computed."""
@@ -125,7 +92,7 @@ class Chain:
 
     def before(self, number: int) -> Handed:
         """Return what the layer before `number` handed on."""
-        handed = self.handed.pop(thread_of_forward(), Handed())
+        handed = self.store.pop(thread_of_forward(), Handed())
         if number == 1:
             return Handed(feat_size=handed.feat_size if handed.number == 0 else None)
         if handed.number != number - 1:
@@ -135,24 +102,6 @@ class Chain:
                 f"got it after layer {handed.number}"
             )
         return handed
-
-    def after(self, number: int, handed: Handed) -> None:
-        """Keep what a layer hands on, unless it is the last, or the backward pass runs it again."""
-        if number < self.depth and not recomputes():
-            self.handed[thread_of_forward()] = handed
-
-
-def carry(tokens: Tensor, chains: Sequence[Chain]) -> None:
-    """Attach what the chains have handed on to a block's input tokens, or restore it if the block is recomputed."""
-    thread = thread_of_forward()
-    tokens = whole(tokens)
-    if recomputes():
-        if not hasattr(tokens, CARRIED):
-            raise ValueError("gradient checkpointing with use_reentrant=False required")
-        for chain, handed in zip(chains, getattr(tokens, CARRIED), strict=True):
-            chain.handed[thread] = handed
-    elif torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        setattr(tokens, CARRIED, [chain.handed.get(thread, Handed()) for chain in chains])
 
 
 @dataclass(frozen=True)
@@ -256,7 +205,7 @@ class SequenceMaps(MapsAttention, nn.Module):
         """Whether the evolution's forward takes the padding."""
         return isinstance(self.evolution, (EvolvingAttention, PredictiveAttention))
 
-    def _operands(self, prev_logits: Tensor | None) -> dict | None:
+    def _operands(self, prev_logits: Tensor | None) -> Operands | None:
         return super()._operands(prev_logits) if self.reading.allowed is None else None
 
     def attention_of(self, logits: Tensor, feat_size: Size) -> Tensor:
@@ -377,6 +326,7 @@ class SequenceMaps(MapsAttention, nn.Module):
         if self.evolution is not None and self.evolution.mixes_output:
             out = self.evolution.mix_output(out, v[:, :, -Q:], tokens)
         first_values = v if self.number == 1 else handed.first_values
-        result = Handed(self.number, handed.feat_size, logits, first_values)
-        chain.after(self.number, result)
+        chain.store[thread] = Handed(
+            self.number, handed.feat_size, logits, first_values, torch.is_grad_enabled()
+        )
         return out.transpose(1, 2)

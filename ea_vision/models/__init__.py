@@ -1,5 +1,6 @@
 """The networks; importing this package registers them with timm. The file of a new family needs only these names."""
 
+from ea_vision.models._attention_config import AttentionConfig, ChainBuilder, to_size
 from ea_vision.models._build import (
     Network,
     build_network,
@@ -8,14 +9,8 @@ from ea_vision.models._build import (
     register_networks,
     shipped_weights,
 )
-from ea_vision.models._chain import (
-    AttentionConfig,
-    AttnStage,
-    ChainBuilder,
-    ChainedNetwork,
-    HeadedNetwork,
-    to_size,
-)
+from ea_vision.models._network import ChainedNetwork, HeadedNetwork
+from ea_vision.models._stages import AttnStage
 from ea_vision.models.attn_mnasnet import AttnMnasNet
 from ea_vision.models.attn_resnet import AttnResNet
 from ea_vision.models.conv_transformer import ConvTransformer

@@ -8,7 +8,7 @@ from torch import nn
 
 from ea_vision.base.errors import UsageError
 from ea_vision.layers import TokenConv, ValueResidual, create_evolution, evolution_class
-from ea_vision.models._chain import check_numbers
+from ea_vision.models._attention_config import check_numbers
 
 
 @dataclass(frozen=True)

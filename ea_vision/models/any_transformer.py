@@ -5,15 +5,15 @@
     plain = ea_vision.unevolve(model)                               # an error once the gates have moved
 
 The network keeps its class. The classes of its blocks and their attention layers are replaced, in place, by subclasses
-from this file: a block runs its own forward, in which the attention layer applies the mechanisms. Tokens carry what the
-next block reads as an attribute, so gradient checkpointing, torch.compile and torch.export work as usual.
+from this file: a block runs its own forward, in which the attention layer applies the mechanisms. What the next block
+reads goes through a `Relay`.
 
 Shape letters: B batch, C channels, K heads, T tokens, P prefix tokens, D width of a head.
 """
 
 import copy
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,47 +24,33 @@ from timm.models import beit, cait, deit, eva, naflexvit, vision_transformer
 from torch import Tensor, nn
 
 from ea_vision.layers import AugmentedConv2d, MapsAttention
-from ea_vision.layers.sequence_attention import thread_of_forward, whole
+from ea_vision.layers.handing_on import (
+    Handed,
+    HandingBlock,
+    Relay,
+    check_found,
+    remove_hooks,
+    thread_of_forward,
+    whole,
+)
 from ea_vision.layers.tracing import keep_whole
-from ea_vision.models._chain import Size, frozen_in_backward
 from ea_vision.models._mechanisms import Mechanisms, check_idle, refuse
 from ea_vision.models.note import forget_evolution, remember_evolution
-
-CARRIED = "_ea_vision_carried"  # attribute of the tokens between blocks
-
-
-@dataclass(frozen=True)
-class Carried:
-    """What a block hands on to the next.
-
-    feat_size: (H, W) of the patches, or None if images are packed.
-    logits: of the block's attention, (B, K, T, T), if the next block reads them.
-    first_values: the first block's values, (B, K, T, D).
-    """
-
-    feat_size: Size | None
-    logits: Tensor | None = None
-    first_values: Tensor | None = None
+from ea_vision.ops import Size
 
 
-class PatchGrid:
-    """A hook before the patch embedding: it keeps (H, W) of the patches, per thread, until the first block takes it."""
+class PatchRelay(Relay):
+    """A relay that begins with the size of the patches' grid."""
 
-    def __init__(self):
-        self.sizes: dict[int, Size | None] = {}
-
-    def __call__(self, embedding: nn.Module, args: tuple[Any, ...]) -> None:
+    def note_images(self, embedding: nn.Module, args: tuple[Any, ...]) -> None:
+        """Note (H, W) of the patches, as a hook before the patch embedding."""
         images = args[0]
         if isinstance(images, torch.fx.Proxy):
             return  # the traced network runs this hook
         size = None
         if images.ndim == 4:
             size = _patches_of(embedding, *images.shape[-2:])
-        self.sizes[thread_of_forward()] = size
-
-    def take(self) -> Size | None:
-        """Return the size that this thread's forward has noted, and forget it."""
-        return self.sizes.pop(thread_of_forward(), None)
+        self.note_size(size)
 
 
 def _patches_of(embedding: nn.Module, height: int, width: int) -> Size:
@@ -78,43 +64,20 @@ def _patches_of(embedding: nn.Module, height: int, width: int) -> Size:
 
 @keep_whole
 class WholePatchEmbed(PatchEmbed):
-    """timm's PatchEmbed. FX keeps it whole, so that the hook of `PatchGrid` runs in the traced network, too."""
+    """timm's PatchEmbed. FX keeps it whole, so that the hook of `PatchRelay` runs in the traced network, too."""
 
 
-class CarryingBlock:
-    """A mixin for a block's class: the block reads `Carried` and hands it on.
+class EvolvingBlock(HandingBlock):
+    """A mixin for a block's class.
 
-    attention: the name of its attention layer.
+    Attributes:
+        attention: the name of its attention layer.
     """
 
     attention = "attn"
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the block's own forward on tokens (B, T, C)."""
-        carrier = x if hasattr(x, CARRIED) else whole(x)
-        carried = getattr(carrier, CARRIED, None)
-        if carried is None:
-            # The first block. A recomputation, perhaps in another thread, finds the size on its input.
-            carried = Carried(self.grid.take())
-            setattr(carrier, CARRIED, carried)
-        if self.token_conv is not None:
-            if carried.feat_size is None:
-                raise ValueError(
-                    "token_conv needs the patches' (height, width): images (B, C, H, W) required"
-                )
-            x = self.token_conv(x, carried.feat_size)
-        attn = getattr(self, self.attention)
-        attn.carried[thread_of_forward()] = carried
-        try:
-            with frozen_in_backward(self):
-                y = super().forward(x, *args, **kwargs)
-        finally:
-            carried = attn.carried.pop(thread_of_forward())
-        setattr(y, CARRIED, carried)
-        return y
 
-
-class CarryingAttention(MapsAttention):
+class EvolvingTokens(MapsAttention):
     """A mixin for an attention layer's class, whose forward calls `attended`."""
 
     fused_attn = True
@@ -132,17 +95,20 @@ class CarryingAttention(MapsAttention):
         Returns:
             (B, T, K*D), heads concatenated.
         """
-        carried = self.carried.get(thread_of_forward())
-        if carried is None:
+        thread = thread_of_forward()
+        handed = self.relay.store.get(thread)
+        if handed is None:
             raise ValueError(
                 f"{type(self).__name__} must run inside its block, which passes it the previous maps"
             )
+        check_found(self.evolution, handed.logits)
         out, logits, v = self.attend(
-            x, q, k, v, carried.logits, carried.feat_size, carried.first_values, bias
+            x, q, k, v, handed.logits, handed.feat_size, handed.first_values, bias
         )
-        first_values = v if self.is_first else carried.first_values
-        self.carried[thread_of_forward()] = replace(
-            carried, logits=logits, first_values=first_values
+        first_values = v if self.number == 1 else handed.first_values
+        gradients = torch.is_grad_enabled()
+        self.relay.store[thread] = Handed(
+            self.number, handed.feat_size, logits, first_values, gradients
         )
         return out
 
@@ -175,7 +141,7 @@ def by_heads(attn: nn.Module, qkv: Tensor) -> tuple[Tensor, ...]:
     return heads.permute(2, 0, 3, 1, 4).unbind(0)
 
 
-class EvolvingVitAttention(CarryingAttention, Attention):
+class EvolvingVitAttention(EvolvingTokens, Attention):
     """timm's Attention. With `fused_attn` off it computes timm's operations in timm's order, one by one."""
 
     def forward(
@@ -187,7 +153,7 @@ class EvolvingVitAttention(CarryingAttention, Attention):
         return self.finish(out, x)
 
 
-class _Rotary(CarryingAttention):
+class _Rotary(EvolvingTokens):
     """The common part of timm's attention layers with rotary positions."""
 
     def forward(
@@ -241,7 +207,7 @@ def with_separate_biases(attn: nn.Module, x: Tensor) -> Tensor:
     return F.linear(x, attn.qkv.weight, torch.cat(biases))
 
 
-class EvolvingBeitAttention(CarryingAttention, beit.Attention):
+class EvolvingBeitAttention(EvolvingTokens, beit.Attention):
     """timm's BEiT attention; its relative position bias is part of the logits that evolve."""
 
     def forward(self, x: Tensor, shared_rel_pos_bias: Tensor | None = None) -> Tensor:
@@ -254,7 +220,7 @@ class EvolvingBeitAttention(CarryingAttention, beit.Attention):
         return self.proj_drop(self.proj(self.attended(x, q, k, v, bias)))
 
 
-class EvolvingTalkingHeadAttn(CarryingAttention, cait.TalkingHeadAttn):
+class EvolvingTalkingHeadAttn(EvolvingTokens, cait.TalkingHeadAttn):
     """CaiT's talking heads: the mixed logits evolve, and CaiT mixes the probabilities before a mechanism does."""
 
     fused_attn = False
@@ -275,7 +241,7 @@ class EvolvingTalkingHeadAttn(CarryingAttention, cait.TalkingHeadAttn):
         return self.proj_drop(self.proj(self.attended(x, q, k, v)))
 
 
-class EvolvingMultiheadAttention(CarryingAttention, nn.MultiheadAttention):
+class EvolvingMultiheadAttention(EvolvingTokens, nn.MultiheadAttention):
     """torchvision's self-attention: torch's MultiheadAttention over one input, without weights."""
 
     @property
@@ -319,32 +285,32 @@ class EvolvingMultiheadAttention(CarryingAttention, nn.MultiheadAttention):
         return self.out_proj(out), None
 
 
-class EvolvingEvaBlock(CarryingBlock, eva.EvaBlock):
+class EvolvingEvaBlock(EvolvingBlock, eva.EvaBlock):
     """timm's EvaBlock."""
 
 
-class EvolvingEvaBlockPostNorm(CarryingBlock, eva.EvaBlockPostNorm):
+class EvolvingEvaBlockPostNorm(EvolvingBlock, eva.EvaBlockPostNorm):
     """timm's EvaBlockPostNorm."""
 
 
-@keep_whole  # tokens carry an attribute, which FX would lose
-class EvolvingVitBlock(CarryingBlock, vision_transformer.Block):
+@keep_whole  # FX would not record what it hands on
+class EvolvingVitBlock(EvolvingBlock, vision_transformer.Block):
     """timm's Block."""
 
 
-class EvolvingResPostBlock(CarryingBlock, vision_transformer.ResPostBlock):
+class EvolvingResPostBlock(EvolvingBlock, vision_transformer.ResPostBlock):
     """timm's ResPostBlock."""
 
 
-class EvolvingBeitBlock(CarryingBlock, beit.Block):
+class EvolvingBeitBlock(EvolvingBlock, beit.Block):
     """timm's block of BEiT."""
 
 
-class EvolvingCaitBlock(CarryingBlock, cait.LayerScaleBlock):
+class EvolvingCaitBlock(EvolvingBlock, cait.LayerScaleBlock):
     """timm's LayerScaleBlock of CaiT."""
 
 
-class EvolvingEncoderBlock(CarryingBlock, torchvision.models.vision_transformer.EncoderBlock):
+class EvolvingEncoderBlock(EvolvingBlock, torchvision.models.vision_transformer.EncoderBlock):
     """torchvision's EncoderBlock."""
 
     attention = "self_attention"
@@ -407,7 +373,7 @@ def _architecture_of(model: nn.Module) -> Architecture | None:
 
 
 def _attention_of(block: nn.Module) -> nn.Module | None:
-    attn = getattr(block, CarryingBlock.attention, None)
+    attn = getattr(block, EvolvingBlock.attention, None)
     return getattr(block, EvolvingEncoderBlock.attention, attn)
 
 
@@ -425,7 +391,7 @@ def _reason_against_blocks(model: nn.Module) -> str | None:
     first_user: dict[nn.Module, int] = {}
     for index, block in enumerate(blocks):
         here = f"{path}.{index}"
-        if isinstance(block, CarryingBlock):
+        if isinstance(block, EvolvingBlock):
             return f"a plain network required, got one whose maps evolve already ({here} is a {type(block).__name__})"
         attn = _attention_of(block)
         if first_user.setdefault(attn, index) != index:
@@ -476,15 +442,17 @@ def evolve_blocks(model: nn.Module, mechanisms: Mechanisms) -> None:
     """
     refuse(model, reason_against(model))
     architecture = _architecture_of(model)
-    grid = PatchGrid()
     blocks = model.get_submodule(architecture.blocks)
     attentions = [_attention_of(block) for block in blocks]
-    for block, attn in zip(blocks, attentions, strict=True):
+    relay = PatchRelay(len(blocks))
+    relay.belong_to(model)
+    relay.watch(model)
+    for number, (block, attn) in enumerate(zip(blocks, attentions, strict=True), start=1):
         block.__class__ = BLOCKS[type(block)]
-        block.grid = grid
+        block.relays = [relay]
         attn.__class__ = ATTENTIONS[type(attn)]
-        attn.carried = {}
-        attn.is_first = attn is attentions[0]
+        attn.relay = relay
+        attn.number = number
         attn.gate = getattr(attn, "gate", None)  # older timm has none
         if isinstance(attn, nn.MultiheadAttention):
             attn.attn_drop = nn.Dropout(attn.dropout).train(block.training)
@@ -495,7 +463,7 @@ def evolve_blocks(model: nn.Module, mechanisms: Mechanisms) -> None:
     channels = getattr(model, "embed_dim", None) or model.hidden_dim
     mechanisms.give(blocks, attentions, channels, prefix_tokens, class_token_alone)
     embedding = model.get_submodule(architecture.embedding)
-    embedding.register_forward_pre_hook(grid)
+    embedding.register_forward_pre_hook(relay.note_images)
     if type(embedding) is PatchEmbed:
         embedding.__class__ = WholePatchEmbed
 
@@ -528,8 +496,8 @@ def evolve_transformer(
     return evolving
 
 
-_ADDED_TO_BLOCKS = ("token_conv", "grid")
-_ADDED_TO_ATTENTION = ("evolution", "need_logits", "value_residual", "is_first", "carried")
+_ADDED_TO_BLOCKS = ("token_conv", "relays")
+_ADDED_TO_ATTENTION = ("evolution", "need_logits", "value_residual", "relay", "number")
 
 
 def evolves(model: nn.Module) -> bool:
@@ -537,7 +505,7 @@ def evolves(model: nn.Module) -> bool:
     architecture = _architecture_of(model)
     if architecture is None:
         return False
-    return isinstance(model.get_submodule(architecture.blocks)[0], CarryingBlock)
+    return isinstance(model.get_submodule(architecture.blocks)[0], EvolvingBlock)
 
 
 def keep_logits_that_are_read(model: nn.Module) -> None:
@@ -563,9 +531,8 @@ def unevolve_transformer(model: nn.Module) -> nn.Module:
     plain = shared_copy(model)
     plain.__class__ = plain_class(type(model))
     embedding = plain.get_submodule(architecture.embedding)
-    for key, hook in list(embedding._forward_pre_hooks.items()):
-        if isinstance(hook, PatchGrid):
-            del embedding._forward_pre_hooks[key]
+    for module in (plain, embedding):
+        remove_hooks(module)
     if type(embedding) is WholePatchEmbed:
         embedding.__class__ = PatchEmbed
     for block in plain.get_submodule(architecture.blocks):

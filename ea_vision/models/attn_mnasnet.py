@@ -15,7 +15,6 @@ Papers:
 Shape letters: B batch, C channels, H x W image or map, N = H*W pixels of a map, K heads.
 """
 
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -26,22 +25,12 @@ from timm.models.efficientnet import EfficientNet
 from torch import Tensor, nn
 
 from ea_vision.layers import AugmentedConv2d
+from ea_vision.layers.recomputing import checkpoint
+from ea_vision.models._attention_config import AttentionConfig, ChainBuilder, to_size
 from ea_vision.models._build import Network, imagenet_cfg, register_networks, with_plain_weights
-from ea_vision.models._chain import (
-    AttentionConfig,
-    ChainBuilder,
-    ChainedNetwork,
-    Size,
-    Step,
-    TensorStage,
-    carried_by,
-    carrying,
-    checkpoint,
-    hand_on,
-    received,
-    run_conv,
-    to_size,
-)
+from ea_vision.models._network import ChainedNetwork
+from ea_vision.models._stages import Step, TensorStage, hand_on, run_conv, through
+from ea_vision.ops import Size
 
 MNASNET_A1 = [  # in timm's notation, stages 0 to 6
     ["ds_r1_k3_s1_e1_c16_noskip"],
@@ -83,11 +72,12 @@ class AttnInvertedResidual(nn.Module):
 class PlainStage(TensorStage):
     """A stage of timm's blocks, which hands the logits on unchanged: x -> x."""
 
-    def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> Tensor:
-        logits = carried_by(x) if prev_logits is None else prev_logits
+    def forward(self, x: Tensor) -> Tensor:
+        handed = self.relay.find(x)
         for block in self:
             x = checkpoint(block, x) if self.grad_checkpointing else block(x)
-        return carrying(x, logits)
+        self.relay.hand_on(x, handed)
+        return x
 
 
 class AttnMnasNet(ChainedNetwork, EfficientNet):
@@ -129,20 +119,20 @@ class AttnMnasNet(ChainedNetwork, EfficientNet):
         chains = ChainBuilder(config, self, **dd)
         largest = kwargs.get("output_stride", 32)
         reduction = 2
-        stages = [PlainStage(*self.blocks[0])]
+        stages = [PlainStage(*self.blocks[0], relay=self.relay)]
         for index in range(1, len(self.blocks)):
             blocks = list(self.blocks[index])
             before = reduction
             reduction = min(stage_args[index][0]["stride"] * before, largest)
             if index not in attending:
-                stages.append(PlainStage(*blocks))
+                stages.append(PlainStage(*blocks, relay=self.relay))
                 continue
             links = []
             for number, block in enumerate(blocks):
                 # the first block's stride comes after its expansion
                 seen = before if number == 0 else reduction
                 links.append(AttnInvertedResidual(block, self._augment(block, chains, index, seen)))
-            stages.append(TensorStage(*links))
+            stages.append(TensorStage(*links, relay=self.relay))
         self.blocks = nn.Sequential(*stages)
 
     @staticmethod
@@ -173,27 +163,12 @@ class AttnMnasNet(ChainedNetwork, EfficientNet):
         """Run the last convolution, which is not part of the last feature."""
         return self.bn2(self.conv_head(x))
 
-    def forward_features(self, x: Tensor) -> Tensor:
-        """Turn (B, in_chans, H, W) into (B, num_features, H/32, W/32)."""
-        x = self.forward_stem(x)
-        logits: Tensor | None = None
-        for stage in self.blocks:
-            x, logits = received(stage(x, logits))
-        return self.forward_end(x)
-
     def feature_steps(self) -> list[Step]:
         """Return the stages in five groups, each up to the next stride; the first group includes the stem."""
-
-        def run(
-            begin: int, end: int, x: Tensor, logits: Tensor | None
-        ) -> tuple[Tensor, Tensor | None]:
-            if begin == 0:
-                x = self.forward_stem(x)
-            for stage in list(self.blocks)[begin:end]:
-                x, logits = received(stage(x, logits))
-            return x, logits
-
-        return [partial(run, *ends) for ends in pairwise([0, *self.stage_ends])]
+        stages = list(self.blocks)
+        first, *others = pairwise([0, *self.stage_ends])
+        steps = [through(self.forward_stem, *stages[slice(*first)])]
+        return steps + [through(*stages[slice(*ends)]) for ends in others]
 
     prune_intermediate_layers = EfficientNet.prune_intermediate_layers
 

@@ -34,7 +34,8 @@ from timm.models import generate_default_cfgs
 from timm.models.resnet import BasicBlock, Bottleneck, ResNet
 from torch import Tensor, nn
 
-from ea_vision.layers import AugmentedConv2d, MRLALight
+from ea_vision.layers import AugmentedConv2d
+from ea_vision.models._attention_config import AttentionConfig, ChainBuilder, check_numbers, to_size
 from ea_vision.models._build import (
     Network,
     imagenet_cfg,
@@ -43,20 +44,10 @@ from ea_vision.models._build import (
     shipped_weights,
     with_plain_weights,
 )
-from ea_vision.models._chain import (
-    AttentionConfig,
-    ChainBuilder,
-    ChainedNetwork,
-    Size,
-    Step,
-    TensorStage,
-    check_numbers,
-    hand_on,
-    received,
-    run_conv,
-    to_size,
-)
+from ea_vision.models._network import ChainedNetwork
+from ea_vision.models._stages import Step, TensorStage, hand_on, run_conv, through
 from ea_vision.models._stem import put_small_stem
+from ea_vision.ops import Size
 
 STAGES = (1, 2, 3, 4)
 MakeLayer = Callable[[nn.Conv2d, int], AugmentedConv2d]
@@ -88,13 +79,10 @@ class AttendsInBottleneck:
 
 
 class _TimmBlock:
-    """The common part of timm's two blocks.
+    """The common part of timm's two blocks."""
 
-    mrla: attention to the block's shortcut, added to its output; only networks with MRLA set it.
-    """
-
-    def add_shortcut(self, x: Tensor, shortcut: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the branch's output plus the shortcut, and the shortcut as it was added."""
+    def add_shortcut(self, x: Tensor, shortcut: Tensor) -> Tensor:
+        """Return the branch's output plus the shortcut."""
         if self.se is not None:
             x = self.se(x)
 
@@ -104,16 +92,7 @@ class _TimmBlock:
         if self.downsample is not None:
             shortcut = self.downsample(shortcut)
         x += shortcut
-        return x, shortcut
-
-    def attend_to_shortcut(self, x: Tensor, shortcut: Tensor) -> Tensor:
-        """Return the block's output, with attention to its shortcut if it has `mrla`."""
-        if not hasattr(self, "mrla"):
-            return x
-        retrieved = self.mrla(x, shortcut)
-        if self.drop_path is not None:
-            retrieved = self.drop_path(retrieved)
-        return x + retrieved
+        return x
 
 
 class AttnBasicBlock(_TimmBlock, AttendsInBasicBlock, BasicBlock):
@@ -133,8 +112,8 @@ class AttnBasicBlock(_TimmBlock, AttendsInBasicBlock, BasicBlock):
         x, logits = run_conv(self.conv2, x, logits)
         x = self.bn2(x)
 
-        x, shortcut = self.add_shortcut(x, shortcut)
-        return hand_on(self.attend_to_shortcut(self.act2(x), shortcut), logits)
+        x = self.add_shortcut(x, shortcut)
+        return hand_on(self.act2(x), logits)
 
 
 class AttnBottleneck(_TimmBlock, AttendsInBottleneck, Bottleneck):
@@ -158,8 +137,8 @@ class AttnBottleneck(_TimmBlock, AttendsInBottleneck, Bottleneck):
         x = self.conv3(x)
         x = self.bn3(x)
 
-        x, shortcut = self.add_shortcut(x, shortcut)
-        return hand_on(self.attend_to_shortcut(self.act3(x), shortcut), logits)
+        x = self.add_shortcut(x, shortcut)
+        return hand_on(self.act3(x), logits)
 
 
 @dataclass(frozen=True)
@@ -193,7 +172,7 @@ class Placement:
                 make = partial(self._layer, chains, stage, reduction)
                 for block in blocks:
                     block.augment(make, self.augment, self.augment_strided)
-            setattr(network, name, TensorStage(*blocks))
+            setattr(network, name, TensorStage(*blocks, relay=network.relay))
 
     def _layer(
         self, chains: ChainBuilder, stage: int, reduction: int, conv: nn.Conv2d, stride: int
@@ -226,22 +205,14 @@ class ResNetStages(ChainedNetwork):
         """Turn (B, in_chans, H, W) into (B, 64, H/2, W/2); stem_stride replaces the 2."""
         raise NotImplementedError
 
-    def forward_features(self, x: Tensor) -> Tensor:
-        """Turn (B, in_chans, H, W) into (B, num_features, H/32, W/32); 8 * stem_stride replaces the 32."""
-        x = self.maxpool(self.forward_stem(x))
-        logits = None
-        for stage in (self.layer1, self.layer2, self.layer3, self.layer4):
-            x, logits = received(stage(x, logits))
-        return x
-
     def feature_steps(self) -> list[Step]:
         """Return the stem and the four stages."""
         return [
-            lambda x, logits: (self.forward_stem(x), logits),
-            lambda x, logits: self.layer1(self.maxpool(x), logits),
-            self.layer2,
-            self.layer3,
-            self.layer4,
+            through(self.forward_stem),
+            through(self.maxpool, self.layer1),
+            through(self.layer2),
+            through(self.layer3),
+            through(self.layer4),
         ]
 
 
@@ -259,8 +230,6 @@ class AttnResNet(ResNetStages, ResNet):
         augment_strided: whether convolutions with stride 2, one at the beginning of each stage, are augmented, too.
         map_reduction: image pixels per pixel of the finest attention map, along a side: 16, as in the papers, pools the
             28x28 stage to 14x14; with 8 it attends at 28x28.
-        mrla: whether each block of all four stages attends to its shortcut (`MRLALight`, which needs no attention
-            maps). True: the network begins as without it; "paper": the scale of its norm begins at 1.
         stem_stride: for small images, a 3x3 stem of this stride (1, 2 or 4) without max-pooling; None: timm's stem,
             with a total stride of 4. At 64 pixels stem_stride=2 with map_reduction=4 attends at 16x16, 8x8 and 4x4.
         **kwargs: those of `AttentionConfig` (attn_stages, from 1 to 4, by default (2, 3, 4); num_heads, qk_ratio,
@@ -282,14 +251,11 @@ class AttnResNet(ResNetStages, ResNet):
         augment_strided: bool = True,
         map_reduction: int = 16,
         stem_stride: int | None = None,
-        mrla: bool | str = False,
         device=None,
         dtype=None,
         **kwargs: Any,
     ):
         placement = Placement(augment, augment_strided, map_reduction)
-        if mrla not in (False, True, "paper"):
-            raise ValueError(f"mrla must be False, True or 'paper', got {mrla!r}")
         attention = AttentionConfig.take(kwargs)
         check_numbers("layers", layers, 4)
         if "channels" in kwargs:
@@ -299,15 +265,6 @@ class AttnResNet(ResNetStages, ResNet):
             put_small_stem(self, kwargs.get("in_chans", 3), stem_stride, device, dtype)
         self.img_size = to_size(img_size)
         placement.put(self, attention, device, dtype)
-        if mrla:
-            self._add_mrla(identity=mrla != "paper", device=device, dtype=dtype)
-
-    def _add_mrla(self, **options: Any) -> None:
-        """Add to each block of all stages attention to its shortcut."""
-        for stage in STAGES:
-            channels = self.feature_info[stage]["num_chs"]
-            for block in getattr(self, f"layer{stage}"):
-                block.mrla = MRLALight(channels, **options)
 
     def forward_stem(self, x: Tensor) -> Tensor:
         return self.act1(self.bn1(self.conv1(x)))

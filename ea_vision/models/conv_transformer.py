@@ -26,20 +26,11 @@ from timm.models import generate_default_cfgs
 from torch import Tensor, nn
 
 from ea_vision.layers import AugmentedConv2d
+from ea_vision.models._attention_config import AttentionConfig, ChainBuilder, check_numbers, to_size
 from ea_vision.models._build import Network, cifar_cfg, register_networks, shipped_weights
-from ea_vision.models._chain import (
-    AttentionConfig,
-    ChainBuilder,
-    HeadedNetwork,
-    Size,
-    Step,
-    check_numbers,
-    growing_rates,
-    hand_on,
-    run_block,
-    run_conv,
-    to_size,
-)
+from ea_vision.models._network import HeadedNetwork
+from ea_vision.models._stages import Step, growing_rates, hand_on, run_block, run_conv, through
+from ea_vision.ops import Size
 
 # CIFAR-10's classes in its order, as timm's `label_names` and our folders have them.
 CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -251,13 +242,8 @@ class ConvTransformer(HeadedNetwork, nn.Module):
 
     def feature_steps(self) -> list[Step]:
         """Return the stages, the first with the stem. A chain does not leave its stage."""
-
-        def run(index: int, x: Tensor, logits: Tensor | None) -> tuple[Tensor, None]:
-            if index == 0:
-                x = self.stem(x)
-            return self.stages[index](x), None
-
-        return [partial(run, index) for index in range(len(self.stages))]
+        first, *others = self.stages
+        return [through(self.stem, first), *map(through, others)]
 
     @staticmethod
     def map_size(img_size: Size, reduction: int) -> Size:

@@ -21,8 +21,9 @@ from torchvision.models import resnet as torchvision_resnet
 
 from ea_vision.layers import AugmentedConv2d
 from ea_vision.layers.evolution import all_zero
-from ea_vision.models._chain import AttentionConfig, Size, hand_on, run_conv, to_size
+from ea_vision.models._attention_config import AttentionConfig, to_size
 from ea_vision.models._mechanisms import refuse
+from ea_vision.models._stages import hand_on, run_conv
 from ea_vision.models.any_transformer import shared_copy
 from ea_vision.models.attn_resnet import (
     STAGES,
@@ -35,6 +36,7 @@ from ea_vision.models.attn_resnet import (
     ResNetStages,
 )
 from ea_vision.models.note import forget_evolution, remember_evolution
+from ea_vision.ops import Size
 
 
 class AttnTorchvisionBasicBlock(AttendsInBasicBlock, torchvision_resnet.BasicBlock):
@@ -165,7 +167,7 @@ def unevolve_resnet(model: nn.Module) -> nn.Module:
     """Return the plain ResNet of one whose attention adds nothing: a new model that shares the weights.
 
     Raises:
-        ValueError: the attention adds something or replaces channels of a convolution, or a block has mrla.
+        ValueError: the attention adds something or replaces channels of a convolution.
     """
     reason = _reason_against_plain(model)
     if reason is not None:
@@ -181,7 +183,7 @@ def unevolve_resnet(model: nn.Module) -> nn.Module:
         blocks = getattr(plain, f"layer{stage}")
         setattr(plain, f"layer{stage}", nn.Sequential(*blocks))
     plain.__class__ = plain.__dict__.pop("plain_class", _base_of(model))
-    del plain.img_size
+    del plain.img_size, plain.relay
     if isinstance(plain, torchvision.models.ResNet):
         del plain.feature_info
     _take_modes(plain, model)
@@ -224,9 +226,6 @@ def _reason_against_plain(model: nn.Module) -> str | None:
             f"proj of each attention layer must be 0; got {len(active)} layers where it is not, "
             f"the first of them {active[0]}"
         )
-    for name, block in _blocks_of(model).items():
-        if hasattr(block, "mrla"):
-            return f"blocks without mrla required, and {name} has it"
     return None
 
 

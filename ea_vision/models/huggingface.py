@@ -18,11 +18,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from ea_vision.base.errors import UsageError
-from ea_vision.layers import foreign
+from ea_vision.layers import inspect_attention
 from ea_vision.layers import sequence_attention as sequences
-from ea_vision.models._chain import frozen_in_backward
+from ea_vision.layers.handing_on import Handed, HandingBlock, remove_hooks
 from ea_vision.models._mechanisms import Mechanisms, check_idle, refuse
 from ea_vision.models.any_transformer import shared_copy
+from ea_vision.ops import Size
 
 log = logging.getLogger(__name__)
 NAME = "ea_vision"  # key of the attention function, and of the evolution in a model's configuration
@@ -92,12 +93,17 @@ def register() -> None:
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
 
 
-class CarryingBlock:
-    """A mixin for a block's class: the block's tokens carry what it needs to be recomputed in the backward pass.
+class EvolvingBlock(HandingBlock):
+    """A mixin for a block's class.
 
-    chains: those with a layer in the block. token_conv: runs before the block, or None. attention_config: the
-    configuration of its attention.
+    Attributes:
+        attention_config: the configuration of its attention.
     """
+
+    def grid(self, handed: Handed, tokens: Tensor) -> Size:
+        prefix_tokens = self.token_conv.num_prefix_tokens
+        sequences.check_grid(handed.feat_size, prefix_tokens, tokens.shape[1])
+        return handed.feat_size
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block's own forward on (B, T, C) tokens, its first argument or `hidden_states`."""
@@ -108,31 +114,29 @@ class CarryingBlock:
                 "evolve (ea_vision.record_attention gives the maps, ea_vision.unevolve the plain model)"
             )
         tokens = args[0] if args else kwargs.pop("hidden_states")
-        sequences.carry(tokens, self.chains)
-        if self.token_conv is not None:
-            handed = self.chains[0].handed[sequences.thread_of_forward()]
-            prefix_tokens = self.token_conv.num_prefix_tokens
-            sequences.check_grid(handed.feat_size, prefix_tokens, tokens.shape[1])
-            tokens = self.token_conv(tokens, handed.feat_size)
-        with frozen_in_backward(self):
-            return super().forward(tokens, *args[1:], **kwargs)
+        return super().forward(tokens, *args[1:], **kwargs)
 
     def __reduce_ex__(self, protocol: int) -> tuple:
-        return _new_block, (type(self).__mro__[2],), vars(self)
+        return _new_block, (plain_class(type(self)),), vars(self)
 
 
-def carrying_class(plain: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of `CarryingBlock` and the block's class, with the name by which other code finds blocks."""
-    return type(plain.__name__, (CarryingBlock, plain), {"__module__": plain.__module__})
+def evolving_class(plain: type[nn.Module]) -> type[nn.Module]:
+    """Return a subclass of `EvolvingBlock` and the block's class, with the name by which other code finds blocks."""
+    return type(plain.__name__, (EvolvingBlock, plain), {"__module__": plain.__module__})
+
+
+def plain_class(evolving: type[nn.Module]) -> type[nn.Module]:
+    """Return the block's class from that of `evolving_class`."""
+    return evolving.__bases__[1]
 
 
 def _new_block(plain: type[nn.Module]) -> nn.Module:
-    return nn.Module.__new__(carrying_class(plain))
+    return nn.Module.__new__(evolving_class(plain))
 
 
 def reason_against(model: nn.Module) -> str | None:
     """Return why a model of transformers cannot evolve, or None."""
-    layers = [module for module in model.modules() if foreign.uses_interface(module)]
+    layers = [module for module in model.modules() if inspect_attention.uses_interface(module)]
     if not layers or not model._can_set_attn_implementation():
         version = sys.modules["transformers"].__version__
         return (
@@ -165,12 +169,12 @@ def reason_against(model: nn.Module) -> str | None:
 def give(model: nn.Module, mechanisms: Mechanisms) -> None:
     """Add mechanisms to a model, in place."""
     register()
-    chains = foreign.layer_chains(model)
+    chains = inspect_attention.layer_chains(model)
     if mechanisms.reads_previous:
         chains = [chain for chain in chains if len(chain.layers) > 1]
     if not chains:
         raise UsageError(
-            f"a chain of two layers or more required, got {foreign.layer_chains(model)}"
+            f"a chain of two layers or more required, got {inspect_attention.layer_chains(model)}"
         )
     for chain in chains:
         _give_chain(model, chain, mechanisms)
@@ -179,7 +183,9 @@ def give(model: nn.Module, mechanisms: Mechanisms) -> None:
     model.set_attn_implementation(NAME)
 
 
-def _give_chain(model: nn.Module, names: foreign.LayerChain, mechanisms: Mechanisms) -> None:
+def _give_chain(
+    model: nn.Module, names: inspect_attention.LayerChain, mechanisms: Mechanisms
+) -> None:
     """Add mechanisms to the layers of a chain, and replace the class of the blocks around them."""
     first = names.layers[0]
     sequences.check_kind(mechanisms.kind, names.causal, names.across, first)
@@ -188,16 +194,18 @@ def _give_chain(model: nn.Module, names: foreign.LayerChain, mechanisms: Mechani
         mechanisms = replace(mechanisms, options=options)
     layers = [model.get_submodule(name) for name in names.layers]
     blocks = [model.get_submodule(name) for name in names.blocks]
-    decodes = names.across and isinstance(blocks[0], CarryingBlock)
-    decoder = blocks[0].chains[0] if decodes else None
+    decodes = names.across and isinstance(blocks[0], EvolvingBlock)
+    decoder = blocks[0].relays[0] if decodes else None
     chain = sequences.Chain(mechanisms.kind, names.across, len(layers), decoder)
-    embedding, prefix = foreign.embedding_of(model, first)
+    chain.belong_to(model)
+    chain.watch(_around(model, names.blocks[0]))
+    embedding, prefix = inspect_attention.embedding_of(model, first)
     if embedding is not None:
         embedding.register_forward_hook(chain.note_grid)
     elif mechanisms.token_conv:
         raise UsageError(f"token_conv needs patches of an image, got the sequence of {first}")
     for number, layer in enumerate(layers, start=1):
-        heads = foreign.heads_of(layer) or layer.config.num_attention_heads
+        heads = inspect_attention.heads_of(layer) or layer.config.num_attention_heads
         layer.maps = sequences.SequenceMaps(chain, number, heads, len(prefix))
         layer.maps.train(layer.training)
     maps = [layer.maps for layer in layers]
@@ -207,17 +215,23 @@ def _give_chain(model: nn.Module, names: foreign.LayerChain, mechanisms: Mechani
         if layer.maps.reads_input or names.causal == "self":
             layer.register_forward_pre_hook(chain.note_input, with_kwargs=True)
     for block in blocks:
-        if not isinstance(block, CarryingBlock):
-            block.__class__ = carrying_class(type(block))
-            block.chains = []
+        if not isinstance(block, EvolvingBlock):
+            block.__class__ = evolving_class(type(block))
+            block.relays = []
             block.attention_config = layers[0].config
-        block.chains.append(chain)
+        block.relays.append(chain)
+
+
+def _around(model: nn.Module, block: str) -> nn.Module:
+    """Return the module whose forward runs a block and those beside it."""
+    _, *owners = inspect_attention.owners(model, block)
+    return next(owner for owner in owners if not isinstance(owner, (nn.ModuleList, nn.ModuleDict)))
 
 
 def _say_windows(model: nn.Module, layers: Sequence[nn.Module], kind: str | None) -> None:
     """Warn if layers that evolve have a sliding window: kinds that mix maps take no longer sequences."""
     evolving = [layer for layer in layers if layer.maps.evolution is not None]
-    windows = [window for window in map(foreign.window_of, evolving) if window]
+    windows = [window for window in map(inspect_attention.window_of, evolving) if window]
     if windows and kind not in sequences.POINTWISE:
         log.warning(
             "layers of %s have a sliding window: evolution %r refuses sequences that are longer than it, %d tokens",
@@ -285,24 +299,15 @@ def unevolve_huggingface(model: nn.Module) -> nn.Module:
     check_idle(model)
     plain = shared_copy(model)
     for module in list(plain.modules()):
-        _remove_hooks(module)
+        remove_hooks(module)
         if isinstance(getattr(module, "maps", None), sequences.SequenceMaps):
             del module.maps
-        if isinstance(module, CarryingBlock):
-            del module.token_conv, module.chains, module.attention_config
-            module.__class__ = type(module).__mro__[2]
+        if isinstance(module, EvolvingBlock):
+            del module.token_conv, module.relays, module.attention_config
+            module.__class__ = plain_class(type(module))
     plain.set_attn_implementation(getattr(plain.config, NAME)["attn_implementation"])
     delattr(plain.config, NAME)
     return plain
-
-
-def _remove_hooks(module: nn.Module) -> None:
-    """Remove the hooks that `give` has registered."""
-    for hooks in (module._forward_hooks, module._forward_pre_hooks):
-        for key, hook in list(hooks.items()):
-            if isinstance(getattr(hook, "__self__", None), sequences.Chain):
-                del hooks[key]
-                module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 def from_pretrained(folder: str, **kwargs: Any) -> nn.Module:

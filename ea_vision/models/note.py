@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ea_vision.base.errors import UsageError
 from ea_vision.layers import evolution_options, learnable_gates
-from ea_vision.models._chain import AttentionConfig
+from ea_vision.models._attention_config import AttentionConfig
 
 NOTE = "made_with"  # name of the metadata entry and of the tensor
 # Keywords that change training, input or output, but not the trained function.

@@ -28,20 +28,11 @@ from timm.layers import BatchNormAct2d, ClassifierHead, DropPath, SEModule
 from timm.models import generate_default_cfgs
 from torch import Tensor, nn
 
+from ea_vision.models._attention_config import AttentionConfig, ChainBuilder, to_size
 from ea_vision.models._build import Network, cifar_cfg, register_networks
-from ea_vision.models._chain import (
-    AttentionConfig,
-    ChainBuilder,
-    HeadedNetwork,
-    Size,
-    Step,
-    TensorStage,
-    growing_rates,
-    hand_on,
-    received,
-    run_conv,
-    to_size,
-)
+from ea_vision.models._network import HeadedNetwork
+from ea_vision.models._stages import Step, TensorStage, growing_rates, hand_on, run_conv, through
+from ea_vision.ops import Size
 
 
 class Shortcut(nn.Module):
@@ -208,7 +199,7 @@ class WideResNet(HeadedNetwork, nn.Module):
                 blocks.append(block)
                 in_channels = channels
             name = f"group{group}"
-            setattr(self, name, TensorStage(*blocks))
+            setattr(self, name, TensorStage(*blocks, relay=self.relay))
             self.feature_info.append(dict(num_chs=channels, reduction=reduction, module=name))
         self.feature_info[-1]["end"] = ("norm",)  # removed with the last group
         self.norm = BatchNormAct2d(self.num_features, **dd)
@@ -221,21 +212,14 @@ class WideResNet(HeadedNetwork, nn.Module):
         blocks = r"^group(\d+)" if coarse else r"^group(\d+)\.(\d+)"
         return dict(stem=r"^conv_stem", blocks=[(blocks, None), (r"^norm", (99999,))])
 
-    def forward_features(self, x: Tensor) -> Tensor:
-        """Turn (B, in_chans, H, W) into (B, num_features, H/4, W/4)."""
-        x, logits = received(self.group1(self.conv_stem(x)))
-        x, logits = received(self.group2(x, logits))
-        x, logits = received(self.group3(x, logits))
-        return self.norm(x)
-
     def feature_steps(self) -> list[Step]:
         """Return the stem and the groups, the last one with the norm and ReLU after it."""
-
-        def last(x: Tensor, logits: Tensor | None) -> tuple[Tensor, Tensor | None]:
-            x, logits = received(self.group3(x, logits))
-            return self.norm(x), logits
-
-        return [lambda x, logits: (self.conv_stem(x), logits), self.group1, self.group2, last]
+        return [
+            through(self.conv_stem),
+            through(self.group1),
+            through(self.group2),
+            through(self.group3, self.norm),
+        ]
 
 
 _EVERYWHERE = (1, 2, 3)

@@ -19,7 +19,7 @@ from timm.layers import to_2tuple
 from timm.models.swin_transformer import window_partition
 from torch import Tensor, nn
 
-from ea_vision.layers.foreign import owners, prefix_names
+from ea_vision.layers.inspect_attention import owners, prefix_names
 from ea_vision.ops import Size
 from ea_vision.recorder.interception import Hooks
 

@@ -35,7 +35,7 @@ from ea_vision.base.files import atomic_write, check_output, csv_text, write_jso
 from ea_vision.base.provenance import hardware, provenance
 from ea_vision.base.tables import markdown
 from ea_vision.data.small_images import DATASETS, Images, hold_out, load_dataset
-from ea_vision.layers.foreign import prefix_names
+from ea_vision.layers.inspect_attention import prefix_names
 from ea_vision.recorder.maps import Query
 from ea_vision.recorder.probe_network import ProbeRecipe, in_batches, train_probe
 from ea_vision.recorder.recording import record_attention, recordable_layers

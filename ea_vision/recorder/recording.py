@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ea_vision.layers import AugmentedConv2d, MapsAttention
-from ea_vision.layers.foreign import calls_attention, heads_of, prefix_names
+from ea_vision.layers.inspect_attention import calls_attention, heads_of, prefix_names
 from ea_vision.models.modes import unwrap
 from ea_vision.recorder.interception import Hooks, Take, compiled_code_runs_eagerly, intercepted
 from ea_vision.recorder.layouts import Layout, Sight, image_seen, layout_finder, learned_queries

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ea_vision.layers import MRLALight, TokenConv, ValueResidual, create_evolution
+from ea_vision.layers import TokenConv, ValueResidual, create_evolution
 from tests.layers.oracle import assert_same, neighbours
 
 K = 3
@@ -217,25 +217,6 @@ def test_value_residual_is_its_equation():
     assert_equation(module, module(values, first), one * first + other * values, values, first)
 
 
-def test_mrla_is_its_equation():
-    torch.manual_seed(0)
-    m = MRLALight(8, dim_group=4, identity=False, dtype=torch.float64)
-    x = maps(1, 2, 8, 2, 3)
-    shortcut = maps(2, 2, 8, 2, 3)
-    padded = F.pad(x.mean((2, 3)), [1, 1])
-    seen = torch.stack([padded[:, i : i + 8] for i in range(3)], -1)
-    q = seen @ m.query.weight[0, 0]
-    k = seen @ m.key.weight[0, 0]
-    shares = []
-    for channel in range(8):
-        first = channel // 4 * 4  # of the channel's group
-        product = (q * k)[:, first : first + 4].sum(1)
-        shares.append(logistic(product / 2))
-    share = torch.stack(shares, 1)[..., None, None]
-    total = share * depthwise(m.value.weight, x) + m.shortcut_scale * shortcut
-    assert_equation(m, m(x, shortcut), batch_norm(m.bn, total), x, shortcut)
-
-
 def test_token_conv_sees_the_patches_neighbours_in_the_image():
     m = TokenConv(4, num_prefix_tokens=1, identity=False, dtype=torch.float64)
     x = maps(1, 2, 1 + N, 4)
@@ -277,8 +258,3 @@ def test_gates_may_be_numbers_of_numpy():
     for learnable in (False, True):
         evolution = create_evolution("ea", K, alpha=np.float32(0.5), learnable=learnable)
         assert evolution.gates()["alpha"] == 0.5
-
-
-def test_groups_that_do_not_divide_the_channels():
-    with pytest.raises(ValueError, match="dim_group=32 divides, got 48"):
-        MRLALight(48)

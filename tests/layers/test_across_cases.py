@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ea_vision.layers import MRLALight, ValueResidual, create_evolution
+from ea_vision.layers import ValueResidual, create_evolution
 from tests.conftest import SHARED
 
 CASES = SHARED / "across" / "cases"
@@ -185,32 +185,3 @@ def test_value_residual():
         heads = joined(case[f"A{number}"] @ v)
         out = F.linear(heads, case[f"layer{number}.o_proj.weight"])
         assert_close(out, case[f"out{number}"])
-
-
-def mrla_state(case, number):
-    """Return the authors' weights of a layer under our names."""
-    names = {
-        "mrla.lambda_t": "shortcut_scale",
-        "mrla.mrla.Wq.weight": "query.weight",
-        "mrla.mrla.Wk.weight": "key.weight",
-        "mrla.mrla.Wv.weight": "value.weight",
-    }
-    state = {}
-    for name, weight in case.under(f"layer{number}.").items():
-        if "mrla" in name:
-            state[names.get(name, name.replace("bn_mrla", "bn"))] = weight
-    return state
-
-
-@pytest.mark.parametrize("name", ["mrlalight_a", "mrlalight_b"])
-def test_mrla_light(name):
-    case = Case(name)
-    for number in (1, 2):  # their shortcut is the output of the layer before
-        mrla = MRLALight(64, case.meta["dim_perhead"]).train(case.meta["train"])
-        mrla.load_state_dict(mrla_state(case, number), strict=False)
-        before_norm = []
-        mrla.bn.register_forward_pre_hook(lambda _, args, kept=before_norm: kept.append(args[0]))
-        x = case[f"mrla_in{number}"]
-        assert_close(x + mrla(x, case[f"out{number - 1}"]), case[f"out{number}"])
-        assert_close(before_norm[0], case[f"mrla_out{number}"])
-        assert_statistics(case, mrla.bn, f"layer{number}.bn_mrla")

@@ -157,7 +157,8 @@ def test_a_causal_form_has_an_identity_start():
     module = EvolvingAttention(2, beta=0.0, causal="self", learnable=True)
     assert module.alpha == 0.0
     assert isinstance(module.beta, nn.Parameter)
-    assert "no causal form" in module.operands(None)
+    assert module.operands(None) is None
+    assert "no causal form" in module.reason_against()
     logits = torch.randn(1, 2, 5, 5)
     plain = attention_of(mask_logits(logits, "self"))
     assert_close(masked_attention(module, logits), plain, atol=0, rtol=0)

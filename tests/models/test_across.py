@@ -185,32 +185,6 @@ def test_uniform_maps_pool_the_values():
         assert_close(layer.attn, torch.full_like(layer.attn, 1 / 64), atol=1e-8, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name,width", [("aa_resnet50", 8), ("aa_resnet34", 32)])
-def test_mrla_begins_as_the_network_without_and_learns(name, width):
-    options = dict(RESNET, channels=(width,) * 4, num_classes=5)
-    base = timm.create_model(name, **options).eval()
-    begins = timm.create_model(name, **options, mrla=True).eval()
-    missing = begins.load_state_dict(base.state_dict(), strict=False)
-    assert not missing.unexpected_keys
-    assert all(".mrla." in name for name in missing.missing_keys)
-    x = images(64, 64)
-    with torch.no_grad():
-        assert torch.equal(begins(x), base(x))
-        assert_close(begins.forward_intermediates(x)[0], begins.forward_features(x))
-    assert idle(stepped(woken(begins), x)) == []
-    assert_fx_agrees(begins.eval(), x)
-    paper = timm.create_model(name, **options, mrla="paper")
-    for block in (*paper.layer1, *paper.layer4):
-        assert block.mrla.bn.weight.eq(1).all()
-
-
-def test_mrla_has_the_papers_size():
-    with torch.device("meta"):
-        model = timm.create_model("aa_resnet50", mrla=True)
-    sizes = [p.numel() for name, p in model.named_parameters() if "mrla" in name]
-    assert 0.18e6 < sum(sizes) < 0.182e6  # the paper: 0.181M
-
-
 def test_an_evolving_layer_outside_its_block_is_refused():
     layer = evolve(plain(), "conv2d").blocks[1].attn
     with pytest.raises(ValueError, match="must run inside its block"):

@@ -20,7 +20,7 @@ from ea_vision import evolve, unevolve
 from ea_vision.layers import AugmentedConv2d
 from ea_vision.layers.augmented_conv import Projection
 from ea_vision.models import get_network
-from ea_vision.models._chain import timm_input
+from ea_vision.models._network import timm_input
 from tests.models.test_convert import NARROW, RESNETS
 from tests.models.zoo import (
     assert_checkpointing_changes_nothing,

@@ -463,7 +463,7 @@ def test_checkpointing_with_hooks_of_the_backward_pass_changes_nothing():
     expected = gradients()
     seen = set()
     for module in model.modules():
-        if isinstance(module, huggingface.CarryingBlock):
+        if isinstance(module, huggingface.EvolvingBlock):
             module.register_full_backward_hook(lambda block, *gradients: seen.add(block))
     model.gradient_checkpointing_enable({"use_reentrant": False})
     assert_close(gradients(), expected)

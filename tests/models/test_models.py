@@ -277,7 +277,6 @@ def test_a_mnasnet_is_taken_apart_as_timms():
         (VIT, {"evolution": "xa"}, "'xa'"),
         (VIT, {"value_residual": "half"}, "must be False, True or 'paper', got 'half'"),
         ("aa_resnet50", {"fusion": "sum"}, "fusion must be 'concat' or 'add', got 'sum'"),
-        ("aa_resnet50", {"mrla": "base"}, "mrla must be False, True or 'paper', got 'base'"),
         (
             "conv_transformer_cifar",
             {"evolution": "talking_heads", "window": 3},

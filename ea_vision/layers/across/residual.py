@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from ea_vision.layers.evolution import Evolution, new_gate, register_evolution
+from ea_vision.layers.evolution import Evolution, Operands, new_gate, register_evolution
 from ea_vision.ops.reference import mixed
 
 
@@ -57,7 +57,7 @@ class ResidualAttention(Evolution):
             return (logits + alpha.view(-1, 1, 1) * prev_logits).to(logits.dtype)
         return logits + alpha * prev_logits
 
-    def operands(self, prev_logits: Tensor) -> dict:
+    def operands(self, prev_logits: Tensor) -> Operands:
         """Return keywords for EA without a convolution. RealFormer's sum is EA's mixture, with gate 0.5, of 2 * logits
         and 2 * alpha * prev_logits."""
         if self.mixture:

@@ -1,0 +1,229 @@
+"""How maps go from stage to stage and from block to block: whatever happens to the tensors between, a forward gives the
+same result or an error that says what is missing, and nothing outlives it."""
+
+import copy
+import gc
+
+import pytest
+import timm
+import torch
+from torch import nn
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+from ea_vision import evolve
+from ea_vision.layers import attention_layers
+from tests.models.zoo import images, woken
+
+transformers = pytest.importorskip("transformers")
+TINY_BERT = dict(
+    hidden_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=3,
+    intermediate_size=96,
+    vocab_size=99,
+    hidden_dropout_prob=0.0,
+    attention_probs_dropout_prob=0.0,
+)
+
+
+def resnet():
+    return woken(timm.create_model("ea_aa_resnet50", layers=(1, 1, 2, 1), num_classes=5))
+
+
+def vit():
+    tiny = dict(img_size=32, patch_size=8, embed_dim=48, depth=3, num_heads=3, num_classes=5)
+    return evolve(timm.create_model("vit_tiny_patch16_224", **tiny), "ea", value_residual=True)
+
+
+def bert():
+    config = transformers.BertConfig(**TINY_BERT)
+    return evolve(transformers.BertModel(config), "ea", value_residual=True)
+
+
+# network: (create, its input, its chained parts, names of two of them)
+NETWORKS = {
+    "resnet": (resnet, lambda: images(64, 64), ("layer2", "layer3")),
+    "vit": (vit, images, ("blocks.0", "blocks.1")),
+    "bert": (bert, lambda: torch.arange(20).view(2, 10), ("encoder.layer.0", "encoder.layer.1")),
+}
+
+
+def alive(name):
+    """Create a network whose every part has an effect."""
+    torch.manual_seed(0)
+    model = NETWORKS[name][0]().eval()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if any(part in key for part in ("evolution", "value_residual")):
+                parameter.add_(0.2 * torch.rand_like(parameter))
+    return model
+
+
+def run(model, x):
+    output = model(x)
+    return getattr(output, "last_hidden_state", output)
+
+
+def maps_in_memory(sizes):
+    """Count the living tensors that have the shape of the network's maps."""
+    gc.collect()
+    living = [x for x in gc.get_objects() if isinstance(x, torch.Tensor) and x.ndim == 4]
+    return sum(tuple(x.shape) in sizes for x in living)
+
+
+class Around(nn.Module):
+    """A wrapper that passes on a copy of what its module returns."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs) + 0
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("change", ["hook", "pre-hook", "wrapper", "sequence"])
+def test_hooks_copies_and_wrappers_between_parts_change_nothing(name, change):
+    model = alive(name)
+    x = NETWORKS[name][1]()
+    expected = run(model, x)
+    weight = attention_layers(model)[0].qkv.weight if name != "bert" else next(model.parameters())
+    gradient = torch.autograd.grad(expected.square().sum(), weight)[0]
+    if change == "sequence" and name == "bert":
+        return  # transformers calls a block with keywords, which nn.Sequential does not take
+    for path in NETWORKS[name][2]:
+        part = model.get_submodule(path)
+        if change == "hook":
+            part.register_forward_hook(lambda module, args, y: y * 1.0)
+        elif change == "pre-hook":
+            part.register_forward_pre_hook(lambda module, args: (args[0].clone(), *args[1:]))
+        else:
+            model.set_submodule(path, Around(part) if change == "wrapper" else nn.Sequential(part))
+    actual = run(model, x)
+    assert_close(actual, expected)
+    assert_close(torch.autograd.grad(actual.square().sum(), weight)[0], gradient)
+
+
+def stages(model):
+    return [model.layer1, model.layer2, model.layer3, model.layer4]
+
+
+def stem(model, x):
+    return model.maxpool(model.forward_stem(x))
+
+
+@torch.no_grad()
+def test_stages_run_by_hand_on_several_images_in_turns():
+    model = alive("resnet")
+    pictures = [images(64, 64), images(64, 64).flip(3)]
+    features = [stem(model, x) for x in pictures]
+    for stage in stages(model):
+        features = [stage(x) for x in features]
+    assert_close(features, [model.forward_features(x) for x in pictures])
+
+
+@pytest.mark.parametrize("change", [torch.clone, lambda z: z + 0])
+def test_a_copy_by_hand_is_followed_or_the_error_says_what_is_lost(change):
+    model = alive("resnet")
+    x = images(64, 64)
+    z = change(model.layer2(model.layer1(stem(model, x))))
+    with pytest.raises(ValueError, match="layer before.*lost"):
+        model.layer3(z)
+    with model.one_forward():
+        z = change(model.layer2(model.layer1(stem(model, x))))
+        assert_close(model.layer4(model.layer3(z)), model.forward_features(x))
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_tensors_carry_nothing(name):
+    model = alive(name)
+    seen = []
+    for path in NETWORKS[name][2]:
+        part = model.get_submodule(path)
+        part.register_forward_hook(lambda module, args, y: seen.extend([*args[:1], y]))
+    run(model, NETWORKS[name][1]())
+    assert len(seen) == 4
+    assert not any(vars(x) for x in seen)
+
+
+class Stop(Exception):
+    """Ends a forward early."""
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("ends", ["at its end", "early"])
+def test_no_map_outlives_a_forward(name, grad, ends):
+    model = alive(name)
+    x = NETWORKS[name][1]()
+    with torch.set_grad_enabled(grad):
+        sizes = {(2, 8, 16, 16), (2, 3, 17, 17), (2, 3, 10, 10), (2, 3, 17, 16), (2, 3, 10, 16)}
+        if ends == "early":
+
+            def stop(module, args):
+                raise Stop
+
+            part = model.get_submodule(NETWORKS[name][2][1])
+            part.register_forward_pre_hook(stop)
+            with pytest.raises(Stop):
+                run(model, x)
+        else:
+            run(model, x)
+    assert maps_in_memory(sizes) == 0
+
+
+@torch.no_grad()
+def test_kept_features_keep_no_maps():
+    model = alive("resnet")
+    features = model.forward_intermediates(images(64, 64), intermediates_only=True)
+    assert len(features) == 5
+    assert maps_in_memory({(2, 8, 16, 16)}) == 0
+    model.forward_intermediates(images(64, 64), indices=[2], stop_early=True)
+    assert maps_in_memory({(2, 8, 16, 16)}) == 0
+
+
+@pytest.mark.parametrize("name", ["resnet", "vit"])
+def test_a_copy_runs_inside_a_forward_of_its_original(name):
+    """As a teacher does in a hook of its student: each forward has a store of its own."""
+    model = alive(name)
+    teacher = copy.deepcopy(model)
+    x = NETWORKS[name][1]()
+    expected = model(x)
+    part = model.get_submodule(NETWORKS[name][2][0])
+    taught = []
+    part.register_forward_hook(lambda module, args, y: taught.append(teacher(x)) or y * 1.0)
+    assert_close(model(x), expected)
+    assert_close(taught[0], expected)
+
+
+def test_two_forwards_before_one_backward_with_checkpoints():
+    """Each block is run again with the maps of its own forward."""
+    model = alive("vit").train()
+    x = images()
+    other = x.flip(3)
+    weights = list(model.parameters())
+
+    def gradients():
+        loss = model(x).square().sum() + model(other).square().sum()
+        return torch.autograd.grad(loss, weights)
+
+    expected = gradients()
+    model.set_grad_checkpointing()
+    assert_close(gradients(), expected)
+
+
+def test_checkpoints_around_several_stages():
+    model = alive("resnet")
+    x = images(64, 64)
+    weights = list(model.parameters())[:-2]
+    features = stem(model, x)
+    two = nn.Sequential(model.layer2, model.layer3)
+
+    def loss(middle):
+        return model.layer4(middle(model.layer1(features))).square().sum()
+
+    expected = torch.autograd.grad(loss(two), weights, retain_graph=True)
+    again = torch.autograd.grad(loss(lambda z: checkpoint(two, z, use_reentrant=False)), weights)
+    assert_close(again, expected)
