@@ -220,13 +220,20 @@ def _keeps_patches_apart(stem: nn.Conv2d) -> bool:
     return stem.padding in ((0, 0), "valid") and stem.kernel_size == stem.stride
 
 
-def _channels_of_patches(embedding: nn.Module) -> list[int]:
-    """Return the numbers of channels of the square patches of images that a linear layer may embed."""
-    if not isinstance(embedding, nn.Linear):
+def _channels_of(module: nn.Module) -> list[int]:
+    """Return the numbers of channels of images that a convolution takes or whose patches a linear layer embeds."""
+    if isinstance(module, nn.Conv2d):
+        return [module.in_channels]
+    if not isinstance(module, nn.Linear):
         return []
-    count = embedding.in_features
+    count = module.in_features
     sides = range(2, math.isqrt(count) + 1)
     return [count // side**2 for side in sides if count % side**2 == 0]
+
+
+def _is_common_stem(module: nn.Module) -> bool:
+    """Return whether a module is a convolution of images of few channels."""
+    return isinstance(module, nn.Conv2d) and module.in_channels <= COMMON_CHANNELS
 
 
 def _makes_grids(module: nn.Module) -> bool:
@@ -238,18 +245,18 @@ def image_seen(model: nn.Module, hooks: Hooks) -> Sight:
     """Hook the network; return the Sight that its forwards fill while the hooks stay."""
     # the convolutions of evolutions take maps
     modules = [module for name, module in model.named_modules() if ".evolution." not in name]
-    convolutions = [module for module in modules if isinstance(module, nn.Conv2d)]
-    stems = [module for module in convolutions if module.in_channels <= COMMON_CHANNELS]
-    stems = stems or convolutions[:1]
-    channels = {*range(1, COMMON_CHANNELS + 1), *(stem.in_channels for stem in stems)}
+    stems = [module for module in modules if _is_common_stem(module)]
+    if not stems:  # the first module that may embed images
+        stems = [module for module in modules if _channels_of(module)][:1]
+    channels = {*range(1, COMMON_CHANNELS + 1)}
+    for stem in stems:
+        channels.update(_channels_of(stem))
     sight = Sight(stems, channels)
     hooks.add(model.register_forward_pre_hook, sight.begin)
-    embeddings = [] if stems else [module for module in modules if _channels_of_patches(module)]
-    for embedding in embeddings[:1]:
-        channels.update(_channels_of_patches(embedding))
-        hooks.add(embedding.register_forward_pre_hook, sight.note_patches)
     for stem in stems:
-        hooks.add(stem.register_forward_pre_hook, sight.look_through)
+        is_linear = isinstance(stem, nn.Linear)
+        note = sight.note_patches if is_linear else sight.look_through
+        hooks.add(stem.register_forward_pre_hook, note)
     for module in modules:
         if _makes_grids(module):
             hooks.add(module.register_forward_hook, sight.note_grid)
