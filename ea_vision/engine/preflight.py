@@ -122,10 +122,10 @@ def preflight(trainer: Trainer) -> None:
     whole = duration(seconds * len(trainer.train_loader) * config.epochs)
     norms = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
     parameters = sum(p.numel() for p in model.parameters())
-    split = data.eval_split.replace("_", " ")
+    held_out = ", held out" if data.eval_split == "held_out" else ""
     lines = {
         "run": f"{trainer.folder}, seed {config.seed}",
-        "data": f"{len(data.train)} training images, {len(data.evaluated)} to evaluate on ({split}), "
+        "data": f"{len(data.train)} training images, {len(data.evaluated)} to evaluate on{held_out}, "
         f"{len(data.classes)} classes",
         "model": f"{config.model}, {parameters:,} parameters, {config.img_size} pixels",
         "processes": f"{world.size} on {describe_device(world.device)}",

@@ -2,12 +2,10 @@
 
 import logging
 import math
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
 from ea_vision.base.errors import UsageError
-from ea_vision.base.files import atomic_write
 from ea_vision.base.processes import World
 from ea_vision.engine import checkpoint, run_folder
 from ea_vision.engine.config import TrainConfig
@@ -74,7 +72,7 @@ def begin_or_resume(trainer: Trainer, about: dict) -> None:
             folder, asdict(config), {**about, "starts": trainer.progress.starts}
         )
     if branches_off:
-        take_best(trainer, path, state)
+        choose_best_anew(trainer, path)
     world.barrier()
 
 
@@ -126,46 +124,23 @@ def _named_checkpoint(path: Path) -> tuple[Path, dict]:
     return found
 
 
-def take_best(trainer: Trainer, path: Path, state: dict) -> None:
-    """Write the best weights so far into the folder of a run that continues from the checkpoint `path`. All processes
-    must call this.
-
-    They are the checkpoint's own or those of best.ckpt beside it. If neither has them, the best epoch is chosen among
-    those that follow.
-    """
+def choose_best_anew(trainer: Trainer, path: Path) -> None:
+    """Choose the best epoch of a run that continues from another run's checkpoint `path` among this checkpoint's and
+    those that follow. All processes must call this."""
     progress = trainer.progress
-    if trainer.world.is_main and progress.best_epoch:
-        best = _best_state(path, state)
-        if best is None:
-            log.warning(
-                "the weights of the best epoch so far, %d, are not beside %s: the best epoch is chosen anew",
-                progress.best_epoch,
-                path,
-            )
-            progress.best_epoch = 0
-            progress.best_top1 = -1.0
-        else:
-            run_folder.write_weights(trainer.folder, best["ema"] or best["model"])
-            atomic_write(trainer.folder / checkpoint.BEST, checkpoint.encode(best))
-    of_main = trainer.world.gather((progress.best_epoch, progress.best_top1))[0]
-    progress.best_epoch, progress.best_top1 = of_main
-
-
-def _best_state(path: Path, state: dict) -> dict | None:
-    """Return the state of the best epoch so far of a checkpoint's run: the checkpoint itself, best.ckpt beside it, or
-    None."""
-    wanted = state["progress"]
-    best = path.with_name(checkpoint.BEST)
-    states = [state]
-    if best.is_file():
-        with suppress(checkpoint.DamagedCheckpoint):
-            states.append(checkpoint.read_run_state(best))
-    for found in states:
-        progress = found["progress"]
-        at_its_end = progress["epoch"] == wanted["best_epoch"] and not progress["step"]
-        if at_its_end and progress["best_top1"] == wanted["best_top1"]:
-            return found
-    return None
+    measured = math.nan
+    if progress.rows and not progress.step:
+        measured = progress.rows[-1][trainer.measures[0]]
+    evaluated = not math.isnan(measured)
+    if progress.best_epoch not in (0, progress.epoch if evaluated else 0):
+        log.warning(
+            "the weights of the best epoch so far, %d, stay beside %s: the best epoch is chosen anew",
+            progress.best_epoch,
+            path,
+        )
+    progress.best_epoch = progress.epoch if evaluated else 0
+    progress.best_top1 = measured if evaluated else -1.0
+    trainer.save(best=evaluated)
 
 
 def resume(trainer: Trainer, path: Path, state: dict) -> None:

@@ -291,10 +291,11 @@ def finish(trainer: Trainer, about: dict) -> None:
         write_json(folder / run_folder.RESULTS, results)
         trainer.step_log.close()
     trainer.world.barrier()
-    held_out = split == "held_out"
+    images = "images held out" if split == "held_out" else "the images to evaluate on"
     log.info(
-        "%s: best weights (epoch %d) %s, last weights %s",
-        f"{trainer.quality} on images held out" if held_out else f"test {trainer.quality}",
+        "%s on %s: best weights (epoch %d) %s, last weights %s",
+        trainer.quality,
+        "the test images" if tested else images,
         progress.best_epoch,
         trainer.text_of(best),
         trainer.text_of(last),

@@ -217,7 +217,7 @@ def test_without_a_test_the_test_images_change_nothing(data, tmp_path, capsys):
         shutil.copy(other / "train" / "class_1" / "001.png", path)
     folder = tmp_path / "a"
     said = train(arguments(data, folder, "--holdout 16 --no-test"))
-    assert "test accuracy" not in said
+    assert "on the test images" not in said
     assert "accuracy on images held out" in said
     train(arguments(other, tmp_path / "b", "--holdout 16 --no-test"))
     results = run_folder.read_results(folder)

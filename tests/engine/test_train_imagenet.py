@@ -64,6 +64,8 @@ def test_run_folder(finished):
         "the best epoch was chosen by the images that it is evaluated on: quote the last weights\n"
         in log
     )
+    assert "accuracy on the images to evaluate on: best weights" in log
+    assert "(test)" not in log and "test accuracy" not in log, "val is no test"
 
 
 @pytest.mark.slow
