@@ -84,6 +84,7 @@ class DetectionConfig(TrainConfig):
         "for the backbone",
         MODEL,
     )
+    output: str = setting("", "the run's own folder; empty: runs/detection-MODEL", RUN)
     data_dir: str = setting(
         "", "folder with train/, val/, train.json and val.json, or COCO's own", DATA
     )

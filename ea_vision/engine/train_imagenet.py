@@ -50,6 +50,7 @@ class ImageNetConfig(ClassificationConfig):
 
     model: str = option("ea_aa_resnet50", "registered timm model, ours or timm's", MODEL)
     recipe: str = setting("imagenet", "name in ea_vision/recipes, a YAML file, or none", RUN)
+    output: str = setting("", "the run's own folder; empty: runs/imagenet-MODEL", RUN)
     data_dir: str = setting("", "folder with train and val, folders or tars of classes", DATA)
     workers: int = setting(
         min(8, usable_cpus()),

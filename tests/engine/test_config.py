@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from ea_vision.__main__ import main
 from ea_vision.base.errors import UsageError
+from ea_vision.detection.train import CocoDetection
 from ea_vision.engine import run_folder, train_cifar, train_imagenet
 from ea_vision.engine.config import load_recipe, make_parser, parse, resolve
-from ea_vision.engine.train_cifar import EXAMPLES, CifarConfig
-from ea_vision.engine.train_imagenet import ImageNetConfig
+from ea_vision.engine.train_cifar import EXAMPLES, CifarConfig, SmallImages
+from ea_vision.engine.train_imagenet import ClassFolders, ImageNetConfig
 from ea_vision.zoo.loaded import load_model
 from tests.process import ROOT
 
@@ -272,6 +273,15 @@ def test_help_fits_one_screen(command, capsys):
     for flag in ("--check-options", "--clip-mode"):
         assert flag in whole
         assert flag not in short
+
+
+@pytest.mark.parametrize("module", [SmallImages, ClassFolders, CocoDetection])
+def test_help_names_the_folder_that_a_run_gets(module, capsys):
+    with pytest.raises(SystemExit):
+        make_parser(module.options, "about", "").parse_args(["--help-all"])
+    folder = re.sub(r"{(\w+)}", lambda match: match[1].upper(), module.default_output)
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"own folder; empty: {folder} " in text
 
 
 def test_help_has_the_default_of_every_flag(capsys):

@@ -9,6 +9,7 @@ import pytest
 import timm
 import torch
 from timm.utils import ModelEmaV3
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ea_vision.base.processes import World
@@ -61,6 +62,25 @@ def make_update(trainer):
     accum = trainer.config.grad_accum_steps
     batches = trainer.train_loader.batches(0, trainer.progress.step * accum)
     trainer._update([next(batches) for _ in range(accum)])
+
+
+def test_clipping_reads_the_gradients_norm_once(tmp_path, monkeypatch):
+    """And scales by it as torch's clip_grad_norm_ does."""
+    norms = []
+    foreach_norm = torch._foreach_norm
+    monkeypatch.setattr(
+        torch, "_foreach_norm", lambda *args, **kw: norms.append(1) or foreach_norm(*args, **kw)
+    )
+    gradients = []
+    for limit in (0.0, 0.01):
+        trainer = trainer_of(tmp_path, Loader(1), clip_grad=limit)
+        norms.clear()
+        make_update(trainer)
+        assert len(norms) == 1
+        gradients.append([p.grad for p in trainer.model.parameters()])
+    norm = nn.utils.get_total_norm(gradients[0])
+    for whole, clipped in zip(*gradients, strict=True):
+        torch.testing.assert_close(clipped, whole * 0.01 / (norm + 1e-6))
 
 
 def overflow_once(trainer):

@@ -41,6 +41,24 @@ def test_a_collapse_is_said_once(caplog):
     assert said == ["layer 2: attention has collapsed to single pixels; see qk_norm"]
 
 
+def test_maps_of_one_pixel_have_no_entropy_and_have_not_collapsed(caplog):
+    """The last stage of a ResNet at 32 pixels. A collapse in another layer is still said."""
+    options = {"layers": (1, 1, 1, 1), "channels": (16, 16, 32, 32), "img_size": 32}
+    model = timm.create_model("aa_resnet34", num_classes=3, **options)
+    watch = MapsWatch()
+    images = torch.randn(4, 3, 32, 32)
+    columns = watch(model, images)
+    last = max(int(name.partition("_")[2]) for name in columns)
+    assert math.isnan(columns[f"entropy_{last}"])
+    assert columns[f"largest_{last}"] == 1
+    assert 0.5 < columns["entropy_1"] <= 1
+    assert not caplog.records
+    with torch.no_grad():
+        model.layer2[0].conv2.qkv.weight *= 1e4
+    watch(model, images)
+    assert "attention has collapsed" in caplog.text
+
+
 def test_maps_with_negative_entries_have_no_entropy_and_have_not_collapsed(caplog):
     """After the softmax, the heads' probabilities are mixed with positive and negative weights."""
     model = timm.create_model("ea_vit_tiny_patch16_224", **VIT, evolution="talking_heads")
