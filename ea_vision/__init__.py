@@ -76,7 +76,15 @@ def preprocess(model, image, processor=None, mean=None, std=None):
 
 
 def from_pretrained(folder: str, **kwargs):
-    """Load an evolving model of transformers; see `ea_vision.models.huggingface.from_pretrained`."""
+    """Load a model of transformers that `save_pretrained` wrote, with its evolution.
+
+    Args:
+        folder: a folder, or a name on the hub.
+        **kwargs: those of transformers' `from_pretrained`.
+
+    Raises:
+        UsageError: the configuration names no evolution.
+    """
     from ea_vision.models import huggingface
 
     return huggingface.from_pretrained(folder, **kwargs)

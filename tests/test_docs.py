@@ -1,10 +1,14 @@
 """README and docs: their links exist, their commands have the options they name, their Python runs."""
 
+import ast
 import contextlib
 import functools
+import importlib
 import io
 import re
+import runpy
 import shlex
+import types
 from pathlib import Path
 
 import pytest
@@ -142,3 +146,54 @@ def test_readme_creates(monkeypatch):
 def test_the_citation_is_of_this_version():
     citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
     assert f"\nversion: {ea_vision.__version__}\n" in citation
+
+
+REFERENCES = runpy.run_path(str(ROOT / "docs" / "site" / "reference.py"))
+
+
+def thing_at(name):
+    """Return the module of a dotted name, or the object in the longest module of it; AttributeError without one."""
+    words = name.split(".")
+    for count in range(len(words), 0, -1):
+        try:
+            thing = importlib.import_module(".".join(words[:count]))
+        except ModuleNotFoundError:
+            continue
+        return functools.reduce(getattr, words[count:], thing)
+    raise AttributeError(name)
+
+
+def names_of(page):
+    """Return the names of this package that a page's Python and `code` use."""
+    text = page.read_text(encoding="utf-8")
+    names = set(re.findall(r"(?<![\w/.])ea_vision(?:\.[A-Za-z_]\w*)+", text))
+    for module, imported in re.findall(r"from (ea_vision[\w.]*) import ([\w, ]+)", text):
+        names |= {f"{module}.{name.strip()}" for name in imported.split(",")}
+    return names
+
+
+def test_each_name_on_the_pages_has_an_entry_in_the_reference():
+    documented = {
+        name: place for names in REFERENCES["entries"]().values() for name, place in names.items()
+    }
+    assert len(set(documented.values())) == len(documented), "a function has one entry"
+    objects = [thing_at(place) for place in documented.values()]
+    for name, place in documented.items():
+        assert thing_at(name) is thing_at(place), name
+    missing = []
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        for name in sorted(names_of(page)):
+            thing = thing_at(name)
+            is_module = isinstance(thing, types.ModuleType)
+            if not is_module and not any(thing is other for other in objects):
+                missing.append((page.name, name))
+    assert missing == []
+
+
+def test_names_in_docstrings_exist():
+    for path in (ROOT / "ea_vision").rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+                for name in re.findall(r"`(ea_vision(?:\.\w+)+)`", ast.get_docstring(node) or ""):
+                    assert thing_at(name), path

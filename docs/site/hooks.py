@@ -4,10 +4,10 @@ Every tracked file of docs/, experiments/ and visualize/ keeps its path in the s
 there as they hold in the repository; README.md is the front page.
 """
 
-import ast
 import posixpath
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -15,43 +15,12 @@ from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(Path(__file__).parent))
+from reference import PAGES, ROOT, entries  # noqa: E402  (beside this file, which mkdocs runs by its path)
+
 ROOMS = ("docs", "experiments", "visualize", "weights", "slurm", "tests/outside")
 SINGLE = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "CITATION.cff")
 LEFT_OUT = {".safetensors"}
-
-# Page of the reference: its title, and the modules whose public names it documents.
-REFERENCE = {
-    "models": ("Networks and evolve", ["ea_vision.models"]),
-    "layers": ("Layers", ["ea_vision.layers"]),
-    "ops": ("Operators", ["ea_vision.ops"]),
-    "recorder": (
-        "Record",
-        [
-            "ea_vision.recorder.recording",
-            "ea_vision.recorder.maps",
-            "ea_vision.recorder.quantities",
-        ],
-    ),
-    "visualize": ("Figures", ["ea_vision.visualize"]),
-    "deployment": ("Deploy and export", ["ea_vision.deployment"]),
-    "detection": ("Detection", ["ea_vision.detection.model"]),
-}
-
-
-def public_names(module: str) -> list[str]:
-    """Return the public names that a package imports from its own files, or that a file defines."""
-    path = ROOT / module.replace(".", "/")
-    is_package = path.is_dir()
-    text = (path / "__init__.py" if is_package else path.with_suffix(".py")).read_text("utf-8")
-    names = []
-    for node in ast.parse(text).body:
-        if isinstance(node, ast.ImportFrom) and is_package:
-            if str(node.module).startswith("ea_vision"):
-                names += [alias.asname or alias.name for alias in node.names]
-        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            names.append(node.name)
-    return sorted(name for name in names if not name.startswith("_"))
 
 
 def tracked() -> list[str]:
@@ -73,15 +42,22 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             files.append(File.generated(config, "index.md", abs_src_path=str(ROOT / name)))
         else:
             files.append(File(name, str(ROOT), config.site_dir, config.use_directory_urls))
-    for name, (title, modules) in REFERENCE.items():
-        blocks = []
+    for page, names in entries().items():
+        title, modules = PAGES[page]
+        blocks = [f"# {title}"]
         for module in modules:
             blocks.append(
                 f"::: {module}\n    options: {{members: false, show_root_heading: false}}"
             )
-            blocks += [f"::: {module}.{public}" for public in public_names(module)]
-        text = "\n\n".join([f"# {title}", *blocks]) + "\n"
-        files.append(File.generated(config, f"reference/{name}.md", content=text))
+        for name, place in names.items():
+            blocks.append(
+                f"::: {place}\n    options: {{heading: {name}, toc_label: {name.rpartition('.')[2]}}}"
+            )
+        boost = (
+            "---\nsearch:\n  boost: 3\n---\n\n" if page == "start" else ""
+        )  # a name's own entry is the first hit
+        text = boost + "\n\n".join(blocks) + "\n"
+        files.append(File.generated(config, f"reference/{page}.md", content=text))
     return files
 
 

@@ -58,22 +58,25 @@ def take_evolution_options(kwargs: dict) -> dict:
 class AttentionConfig:
     """The attention of a network, from its keywords.
 
-    num_heads: K.
-    qk_ratio: dim_qk as a share of the replaced convolution's width (the AA paper's kappa). None: the AA paper's
-        ImageNet rule, 0.2 and at least 20 per head.
-    v_ratio: dim_v likewise (upsilon).
-    min_head_qk: minimum width of a head's queries. None: 20 with the paper's rule, else no limit.
-    position: "relative", "none", "sine" or "coord", see `AugmentedConv2d`.
-    qk_norm: whether each head's queries and keys are normalised. None: if they are in loaded weights, see
-        `AugmentedConv2d`.
-    window, head_window, head_border: windows of pixels and of neighbouring heads, see `AugmentedConv2d`.
-    window_stages: the stages, counted from 1, whose layers have these windows. None: all.
-    attn_stages: the stages, counted from 1, that have attention. None: the family's default; (): none.
-    evolution: a registered name ("ea", "pa", "conv2d", ...), or None for maps that do not evolve (AA).
-    fusion: "concat" divides the output channels between convolution and attention; "add" adds the attention to the
-        whole convolution and begins as the plain network, see `AugmentedConv2d`.
-    attn_drop_rate: dropout probability of the attention probabilities.
-    options: of the evolution: alpha, beta, kernel_size, num_layers, ... None: the option's default.
+    Attributes:
+        num_heads: K.
+        qk_ratio: dim_qk as a share of the replaced convolution's width (the AA paper's kappa). None: the AA paper's
+            ImageNet rule, 0.2 and at least 20 per head.
+        v_ratio: dim_v likewise (upsilon).
+        min_head_qk: minimum width of a head's queries. None: 20 with the paper's rule, else no limit.
+        position: "relative", "none", "sine" or "coord", see `AugmentedConv2d`.
+        qk_norm: whether each head's queries and keys are normalised. None: if they are in loaded weights, see
+            `AugmentedConv2d`.
+        window: side of a window of pixels, see `AugmentedConv2d`. None: whole maps.
+        head_window: number of neighbouring heads in a window, see `AugmentedConv2d`.
+        head_border: "clip" or "wrap", the windows of the first and last heads.
+        window_stages: the stages, counted from 1, whose layers have these windows. None: all.
+        attn_stages: the stages, counted from 1, that have attention. None: the family's default; (): none.
+        evolution: a registered name ("ea", "pa", "conv2d", ...), or None for maps that do not evolve (AA).
+        fusion: "concat" divides the output channels between convolution and attention; "add" adds the attention to the
+            whole convolution and begins as the plain network, see `AugmentedConv2d`.
+        attn_drop_rate: dropout probability of the attention probabilities.
+        options: of the evolution: alpha, beta, kernel_size, num_layers, ... None: the option's default.
     """
 
     num_heads: int = 8
