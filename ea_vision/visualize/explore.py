@@ -38,7 +38,7 @@ from ea_vision.recorder.selection import positive
 from ea_vision.visualize.figure_options import DEMO, check_output, loader, make_parser
 from ea_vision.visualize.figure_request import FigureRequest, Layers, Models, only
 from ea_vision.visualize.image_maps import add_own_alone, as_images, before_shares, equation, record
-from ea_vision.visualize.map_style import SIGNED_MAP
+from ea_vision.visualize.map_style import CHANGE_MAP, SIGNED_MAP
 from ea_vision.visualize.run_epochs import epochs_of, run_label
 from ea_vision.visualize.tiles import MEAN, OWN_ALONE
 from ea_vision.zoo.loaded import LoadedModel
@@ -54,7 +54,7 @@ SOURCE = Path(__file__).with_name("page_source")
 # each module stands after those that it imports
 FILES = ("page.html", "page.css", "maps.js", "state.js", "draw.js", "panel.js", "main.js")
 STORED_PARTS = (*PARTS, OWN_ALONE)
-CHANGE = "change"  # total variation between attention and the attention of the own logits alone
+DIFFERENCE = "difference"  # half the sum of |attention - own alone| of a query, 0 to 1
 MEGABYTE = 1_000_000
 HIDDEN = 255  # the code of -inf
 MOST_OBJECTS = 9  # of a detector, shown per image
@@ -111,7 +111,7 @@ def pack(
     """Compress maps into one stream per part; return the streams, and the offsets of each layer's maps.
 
     Args:
-        maps: layer number -> part -> float32 (K, T, N), T >= N queries; the part CHANGE (from `changes_of`) is stored
+        maps: layer number -> part -> float32 (K, T, N), T >= N queries; DIFFERENCE (from `differences_of`) is stored
             without rounding.
         prefix: number of queries before those of the pixels.
 
@@ -125,12 +125,12 @@ def pack(
     streams = {}
     places = {number: {} for number in maps}
     known = {}
-    for part in (*STORED_PARTS, CHANGE):
+    for part in (*STORED_PARTS, DIFFERENCE):
         stream = bytearray()
         for number, parts in maps.items():
             if part not in parts:
                 continue
-            if part == CHANGE:
+            if part == DIFFERENCE:
                 data = parts[part].tobytes()
             else:
                 data = _packed(parts[part], prefix)
@@ -153,22 +153,19 @@ def _packed(maps: np.ndarray, prefix: int) -> bytes:
     return data + bytes(-len(data) % 4)
 
 
-def changes_of(layer: LayerMaps, heads: Sequence[int], prefix: int) -> np.ndarray:
-    """Return the total variation between attention and the attention of the own logits alone, float32 (K + 1, T + 1).
-    The last row is of the heads' mean maps, the last column of the mean over the pixels' queries.
+def differences_of(layer: LayerMaps, heads: Sequence[int], prefix: int) -> np.ndarray:
+    """Return by how much a query's attention differs from that of own logits alone, float32 (K + 1, T + 1). The last
+    row is the mean over heads, the last column the mean over the pixels' queries.
 
     Args:
         prefix: number of tokens before the pixels on the page; the layer may lack some, which get 0.
     """
-    both = []
-    for part in ("attn", OWN_ALONE):
-        maps = layer[part][0, heads].float()
-        maps = torch.cat([maps, maps.mean(0, keepdim=True)])
-        every = maps[:, layer.num_prefix_tokens :].mean(1, keepdim=True)
-        both.append(torch.cat([maps, every], dim=1))
-    changes = total_variation(*both)
+    attn = layer["attn"][0, heads]
+    differences = total_variation(attn, layer[OWN_ALONE][0, heads])
+    differences = torch.cat([differences, differences.mean(0, keepdim=True)])
+    of_pixels = differences[:, layer.num_prefix_tokens :].mean(1, keepdim=True)
     missing = prefix - layer.num_prefix_tokens
-    padded = nn.functional.pad(changes, (missing, 0))
+    padded = nn.functional.pad(torch.cat([differences, of_pixels], 1), (missing, 0))
     return padded.cpu().numpy().astype(np.float32)
 
 
@@ -179,10 +176,11 @@ def changes_of(layer: LayerMaps, heads: Sequence[int], prefix: int) -> np.ndarra
 class Explorer:
     """The models that a page shows, with their layers and heads.
 
-    models: one to three.
-    layers: one list per model; see `recorder.selection.parse_layers`.
-    heads: counted from 0; () means all.
-    parts: some of STORED_PARTS; each layer shows those that it has.
+    Attributes:
+        models: one to three.
+        layers: one list per model; see `recorder.selection.parse_layers`.
+        heads: counted from 0; () means all.
+        parts: some of STORED_PARTS; each layer shows those that it has.
     """
 
     models: Sequence[LoadedModel]
@@ -239,9 +237,9 @@ class Explorer:
         maps = {layer.number: self._arrays(layer, prefix) for layer in layers}
         largest = {}
         for layer in layers:
-            if CHANGE in maps[layer.number]:
-                changes = maps[layer.number][CHANGE][:-1, prefix:-1]
-                largest[layer.number] = self._largest(seen.img_size, layer, changes)
+            if DIFFERENCE in maps[layer.number]:
+                differences = maps[layer.number][DIFFERENCE][:-1, prefix:-1]
+                largest[layer.number] = self._largest(seen.img_size, layer, differences)
         streams, places = pack(maps, prefix)
         if model.classifies:
             predictions = _likeliest(seen.output, model.classes)
@@ -262,15 +260,15 @@ class Explorer:
             "streams": streams,
         }
 
-    def _largest(self, img_size: Size, layer: LayerMaps, changes: np.ndarray) -> list[int]:
+    def _largest(self, img_size: Size, layer: LayerMaps, differences: np.ndarray) -> list[int]:
         """Return [head, y, x]: the head and the cell whose attention the previous map changes most. (y, x) is the
         middle of the cell in pixels of the image.
 
         Args:
             img_size: (height, width) of the image.
-            changes: (K, N), by head and pixel's query.
+            differences: (K, N), by head and pixel's query.
         """
-        index, cell = np.unravel_index(changes.argmax(), changes.shape)
+        index, cell = np.unravel_index(differences.argmax(), differences.shape)
         head = (self.heads or layer.heads)[index]
         H, W = layer.feat_size
         row, col = divmod(int(cell), W)
@@ -290,7 +288,7 @@ class Explorer:
                 padded = nn.functional.pad(maps.float(), (0, 0, missing, 0))
                 arrays[part] = padded.cpu().numpy()
         if OWN_ALONE in arrays:
-            arrays[CHANGE] = changes_of(layer, heads, prefix)
+            arrays[DIFFERENCE] = differences_of(layer, heads, prefix)
         return arrays
 
 
@@ -380,6 +378,7 @@ def build_page(explorer: Explorer, entries: Sequence[dict], epochs: bool = False
         "models": explorer.describe(entries[0]),
         "colours": table_of("viridis"),
         "signed": table_of(SIGNED_MAP),
+        "changes": table_of(CHANGE_MAP),
         "epochs": epochs,
         "version": ea_vision.__version__,
     }
@@ -430,7 +429,12 @@ def make_explorer(
 
 @dataclass
 class PageInNotebook:
-    """A page that notebooks display. text: the HTML; height: in pixels."""
+    """A page that notebooks display.
+
+    Attributes:
+        text: the HTML.
+        height: in pixels.
+    """
 
     text: str = field(repr=False)
     height: int

@@ -108,7 +108,7 @@ def refuse_arguments(figure: str, how: Mapping[str, Any], **reasons: str) -> Non
 def select_layers(layers: Layers, model: LoadedModel, some: bool = False) -> list[AttentionLayer]:
     """Return a model's layers; by default all of them, or with `some` at most MOST_LAYERS."""
     if layers is not None:
-        return parse_layers(_text(layers), model)
+        return parse_layers(text_of(layers), model)
     every_layer = parse_layers("all", model)
     return spread(every_layer) if some else every_layer
 
@@ -159,7 +159,7 @@ class FigureRequest:
         self.layers = [select_layers(layers, model, some) for model in self.models]
         if heads is None:
             heads = MEAN if len(self.models) > 1 else f"all,{MEAN}"
-        text = _text(heads)
+        text = text_of(heads)
         self.all_heads = ALL in text.split(",")
         self.heads = parse_heads(text, list(chain.from_iterable(self.layers)))
 
@@ -182,7 +182,7 @@ class FigureRequest:
         return recordings
 
     def _has_queries(self, layer: LayerMaps) -> bool:
-        texts = [_text(query) for query in self.queries or ["0,0"]]
+        texts = [text_of(query) for query in self.queries or ["0,0"]]
         tokens = [text for text in texts if text.isalnum() and text != ALL]
         if len(tokens) < len(texts) and not layer.pixels_ask:
             return False
@@ -215,7 +215,7 @@ class FigureRequest:
         if not self.queries:
             return parse_queries([], size, default)
         points = []
-        for query in map(_text, self.queries):
+        for query in map(text_of, self.queries):
             points += [ALL] if query == ALL else parse_queries([query], size)
         return points
 
@@ -230,23 +230,38 @@ class FigureRequest:
         if not self.default_layers:
             return draw(self._one_or_all(self.numbers))
         totals = [len(select_layers(None, model)) for model in self.models]
-        for count in range(max(map(len, self.layers)), 1, -1):
-            numbers = [spread(layers, count) for layers in self.numbers]
-            left_out = ""
-            if any(len(layers) < total for layers, total in zip(numbers, totals, strict=True)):
-                left_out = f"; {len(numbers[0])} of {max(totals)} layers: --layers (layers=) chooses others"
-            try:
-                return draw(self._one_or_all(numbers), left_out=left_out)
-            except TooHigh:
-                continue
-        return draw(self._one_or_all([layers[:1] for layers in self.numbers]))
+        one_or_all = self._one_or_all
+        return fit_page(
+            lambda numbers, **how: draw(one_or_all(numbers), **how), self.numbers, totals
+        )
 
     def _one_or_all(self, numbers: list[list[int]]) -> list:
         """Return the list of the only model, or those of all."""
         return numbers if len(self.models) > 1 else numbers[0]
 
 
-def _text(value: str | int | Sequence[int | str]) -> str:
+def fit_page(draw: Callable[..., Figure], layers: Sequence[list], totals: Sequence[int]) -> Figure:
+    """Draw the layers of each model; evenly spaced ones of them if all together do not fit a page.
+
+    Args:
+        draw: a function of such lists and of the keyword left_out; see `sheet.sheet`.
+        totals: numbers of layers of the models.
+    """
+    for count in range(max(map(len, layers)), 1, -1):
+        drawn = [spread(its_layers, count) for its_layers in layers]
+        left_out = ""
+        if any(len(its_layers) < total for its_layers, total in zip(drawn, totals, strict=True)):
+            left_out = (
+                f"; {len(drawn[0])} of {max(totals)} layers: --layers (layers=) chooses others"
+            )
+        try:
+            return draw(drawn, left_out=left_out)
+        except TooHigh:
+            continue
+    return draw([its_layers[:1] for its_layers in layers])
+
+
+def text_of(value: str | int | Sequence[int | str]) -> str:
     """Write items as the commands take them, separated by commas."""
     items = [value] if isinstance(value, (str, Number)) else value
     return ",".join(map(str, items))

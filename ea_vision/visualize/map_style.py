@@ -280,7 +280,7 @@ def _grid(blocks: Sequence[Block], narrow: bool) -> Block:
         tiles = [tile for [tile] in lines]
         for tile, name in zip(tiles, names, strict=True):
             tile.title = name
-        return Block([Row(tiles)], bars=[])
+        return Block([Row(tiles)], bars=[], enlarged=blocks[0].enlarged)
     wide = len(titles) > len(lines)
     if all(_titles(line) == titles for line in lines):
         if wide == narrow and len(titles) != len(lines):
@@ -290,4 +290,4 @@ def _grid(blocks: Sequence[Block], narrow: bool) -> Block:
             for tile, title in zip(line, titles, strict=True):
                 tile.title = "" if number else title
     rows = [Row(line, name) for line, name in zip(lines, names, strict=True)]
-    return Block(rows, bars=[])
+    return Block(rows, bars=[], enlarged=blocks[0].enlarged)

@@ -1,31 +1,40 @@
-"""The whole N x N matrix of a layer's heads: one row per query, one column per key, both row by row over the image.
+"""The whole N x N matrix of a layer's heads: one row per query, one column per key, of an image both row by row.
 
 The tokens before a vision transformer's patches (class token, registers) come first; a line separates them."""
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
+from torch import nn
 
 from ea_vision.base.errors import UsageError
+from ea_vision.base.figures import check_width
 from ea_vision.ops import Size
-from ea_vision.recorder.recording import PARTS, LayerMaps
+from ea_vision.recorder.loading import LoadedModel
+from ea_vision.recorder.recording import PARTS, AttentionLayer, LayerMaps, unwrap
 from ea_vision.visualize.figure_options import make_parser, run_figure
 from ea_vision.visualize.figure_request import (
     FigureRequest,
     Heads,
     Layers,
     Models,
+    fit_page,
     only,
+    parse_heads,
     refuse_arguments,
+    select_layers,
+    text_of,
 )
 from ea_vision.visualize.image_maps import AnyImage, record, title_of
-from ea_vision.visualize.map_style import STYLE, MapStyle, map_sheet
+from ea_vision.visualize.map_style import STYLE, MapStyle, map_sheet, style_of
 from ea_vision.visualize.sheet import Block, Row, Tile
-from ea_vision.visualize.tiles import Head, Recording, head_name, map_name, of_head
+from ea_vision.visualize.text_matrix import Text, draw_text_matrix, is_text, record_text, tokens_of
+from ea_vision.visualize.tiles import MEAN, Head, Recording, head_name, map_name, of_head
 
 EXAMPLES = """\
   ea-vision matrix --model ea_conv_transformer_cifar --layers 1-3 -o matrix.png photo.jpg
@@ -35,15 +44,30 @@ TICKS = 7  # at most, along a side
 
 
 def plot_matrix(
-    model: Models,
-    image: AnyImage,
+    model: Models | LayerMaps,
+    image: AnyImage | Text | None = None,
     layers: Layers = None,
     heads: Heads = None,
     part: str = "attn",
+    *,
+    tokens: Sequence[str] | tuple[Sequence[str], Sequence[str]] | None = None,
     **how,
 ) -> Figure:
-    """Draw whole maps, queries by keys: one row per layer, one tile per head. `part`: one of PARTS. See
-    `ea_vision.visualize.figure_request` for the other arguments."""
+    """Draw whole maps, queries by keys: one row per layer, one tile per head.
+
+    Args:
+        model: a network; or a recorded layer, `maps[n]` of `record_attention`, which needs no image and no layers.
+        image: an image; for a network of text its ids (T,) or (1, T), a mapping of its inputs, or a string, whose
+            tokenizer is `processor`.
+        heads: default: all and their mean; of text the mean alone.
+        part: one of PARTS.
+        tokens: texts of the tokens, which are written along both sides; for an encoder-decoder a pair of lists, of the
+            source and the target. Default: by the tokenizer, else the ids.
+        layers, **how: see `ea_vision.visualize.figure_request`.
+
+    Raises:
+        UsageError: a layer that lacks the part, another number of tokens, or a text without its tokenizer.
+    """
     no_photo = "it draws no photo"
     refuse_arguments(
         "plot_matrix",
@@ -53,6 +77,14 @@ def plot_matrix(
         overlay=no_photo,
         opacity=no_photo,
     )
+    if (
+        isinstance(model, LayerMaps)
+        or isinstance(model, nn.Module)
+        and is_text(unwrap(model), image)
+    ):
+        return _plot_text(model, image, layers, heads, part, tokens, **how)
+    if tokens is not None:
+        raise UsageError(f"tokens belong to a text or a recorded layer, got {type(image).__name__}")
     request = FigureRequest(model, layers, heads, some=True, **how)
     loaded = only(request.models, "model")
     [layers] = request.layers
@@ -64,6 +96,49 @@ def plot_matrix(
     request.warn_of_heads_left_out()
     recording = record(loaded, image, layers, (part,))
     return request.fit_page(partial(draw_matrix, recording), heads=request.heads, part=part)
+
+
+def _plot_text(
+    model: nn.Module | LayerMaps,
+    text: Text,
+    layers: Layers,
+    heads: Heads,
+    part: str,
+    tokens: Sequence[str] | tuple[Sequence[str], Sequence[str]] | None,
+    *,
+    width: float | None = None,
+    processor: Any = None,
+    **style,
+) -> Figure:
+    look = style_of(style)
+    check_width(width)
+    if isinstance(model, LayerMaps):
+        if tokens is None:
+            count = model[part].shape[-1]
+            tokens = list(map(str, range(count)))
+        layer = AttentionLayer(model.number, model.name, len(model.heads), model.recorded())
+        numbers = parse_heads(text_of("all" if heads is None else heads), [layer])
+        return draw_text_matrix(
+            [model], tokens_of(tokens), numbers, part, look, title=f"layer {model}", width=width
+        )
+    model = unwrap(model)
+    loaded = LoadedModel(model, type(model).__name__, preparation=None)
+    layers_drawn = select_layers(layers, loaded, some=True)
+    numbers = [layer.number for layer in layers_drawn]
+    maps, names = record_text(model, text, numbers, part, tokens, processor)
+    draw = partial(
+        draw_text_matrix,
+        tokens=names,
+        heads=parse_heads(text_of(MEAN if heads is None else heads), layers_drawn),
+        part=part,
+        style=look,
+        title=loaded.label,
+        width=width,
+    )
+    if layers is not None:
+        return draw(maps)
+    total = len(select_layers(None, loaded))
+    return fit_page(lambda drawn, **how: draw(drawn[0], **how), [maps], [total])
 
 
 def draw_matrix(

@@ -220,19 +220,35 @@ def test_the_mean_of_all_queries_is_exact(open_page, explorer, recordings):
 
 @pytest.mark.parametrize("query", ["all", "40,50"])
 def test_the_change_by_the_previous_map_is_exact(open_page, recordings, query):
-    """The total variation between attention and that of the own logits alone, and the words below its tile."""
+    """Half the sum of absolute differences from the attention of the own logits alone; of heads and queries the mean of
+    these, and the sentence above the tiles."""
     page = open_page(f"#layer=9&head=2&query={query}")
     settle(page)
     maps = recordings[0, 0].maps[9]
     for head in ("mean", 2):
         change = rows_of(maps, "attn", head) - rows_of(maps, "attn_own_alone", head)
-        change = change.mean(0)
-        of_query = change.mean(0) if query == "all" else change[cell_of((40, 50), (64, 96), maps)]
-        expected = np.abs(of_query).sum() / 2
-        shown = page.evaluate("head => explorer.change(0, 9, head)", head)
+        differences = np.abs(change).sum(-1).mean(0) / 2
+        cell = cell_of((40, 50), (64, 96), maps)
+        expected = differences.mean() if query == "all" else differences[cell]
+        shown = page.evaluate("head => explorer.difference(0, 9, head)", head)
         assert shown == pytest.approx(expected, abs=1e-5)
-    said = page.locator(".differs").first.inner_text()
-    assert said == f"differs by {expected:.2f} of 1"
+    title = page.locator(".how h3").first.inner_text()
+    assert title.startswith(f"Layer 9, head 2: {expected:.0%} of ")
+    assert title.endswith("because of layer 8")
+
+
+def test_what_changed_is_drawn_in_colours(open_page, recordings):
+    """Attention minus that of the own logits alone in units of uniform attention, full colour at 4 times."""
+    page = open_page("#layer=9&head=2&query=40,50&opacity=1")
+    settle(page)
+    maps = recordings[0, 0].maps[9]
+    cell = cell_of((40, 50), (64, 96), maps)
+    change = 24 * (maps["attn"] - maps["attn_own_alone"])[0, 2, cell].numpy()
+    colours = matplotlib.colormaps["PuOr_r"](matplotlib.colors.Normalize(-4, 4)(change), bytes=True)
+    drawn = canvas_pixels(page, "layer 9, what layer 8\u2019s map changed", maps.feat_size)
+    plain = (np.abs(change) <= 1) & (np.arange(24) != cell)
+    assert plain.any()
+    assert np.abs(drawn - colours[:, :3])[plain].max() <= 6
 
 
 def test_entropy_and_distance_equal_numpy(open_page, explorer, recordings):
@@ -270,19 +286,22 @@ def test_drawn_cells_are_the_values_in_the_colour_map(open_page, part):
     assert np.abs(drawn - colour[:, :3])[inside].max() <= 6  # a neighbour in the table
 
 
-def test_light_multiplies_the_photo(open_page, tmp_path):
-    """The factor is 0.1 at half of uniform attention and 1 at twice, linear in the logarithm; the photo is white."""
+def test_fog_covers_the_photo_below_uniform_attention(open_page, tmp_path):
+    """No photo is left at half of uniform attention, all of it at twice; its share is linear in the logarithm, and the
+    line runs where it is a half. The photo is black."""
     model = load_model("ea_conv_transformer_cifar")
-    white = Image.new("RGB", (64, 64), "white")
-    white.putpixel((0, 0), (0, 0, 0))
+    black = Image.new("RGB", (64, 64), "black")
     explorer = Explorer([model], [recordable_layers(model.model)[:3]], parts=("attn",))
-    url = write_page(build_page(explorer, [explorer.view("white", white)]), tmp_path)
+    url = write_page(build_page(explorer, [explorer.view("black", black)]), tmp_path)
     page = open_page("#query=all&layer=2&head=0", url=url)
     shown = tile(page, 0, 2, 0)
     relative = np.array(shown["values"]) * len(shown["values"])
-    factors = 0.1 + 0.9 * np.clip((np.log2(relative) + 1) / 2, 0, 1)
+    shares = np.clip((np.log2(relative) + 1) / 2, 0, 1)
     drawn = canvas_pixels(page, "layer 2, large", shown["featSize"])
-    assert np.abs(drawn[1:] - 255 * factors[1:, None]).max() <= 6
+    beside_line = np.abs(shares - 0.5) > 0.15
+    assert 10 < beside_line.sum()
+    fog = 255 * 0.83 * (1 - shares[:, None])
+    assert np.abs(drawn - fog)[beside_line].max() <= 6
 
 
 # ---- query ----------------------------------------------------------------------------------------------------------
@@ -377,7 +396,7 @@ def test_a_tile_is_chosen_in_all_models(open_page):
 
 def test_the_fragment_reproduces_the_view(open_page):
     page = open_page()
-    page.locator("summary").click()
+    page.locator("#more summary").click()
     page.locator("select[name=part]").select_option("logits")
     page.keyboard.press("Escape")
     page.locator("h1").click()
@@ -403,7 +422,7 @@ def test_a_link_with_unknown_values_says_what_there_is(open_page):
     assert message.inner_text().startswith(
         "The address asks for image 5; there are 0, 1. "
         "The address asks for layer 99; there are 8, 9, 10, 21, 1, 2, 3, 4, 5, 6. "
-        "The address asks for style nope; there are light, cells. "
+        "The address asks for style nope; there are fog, cells. "
         "The address asks for query 64,0; there are all and 0,0 to 63,95 in ea_aa_resnet34"
     )
     assert state(page)["head"] == 7
@@ -423,24 +442,30 @@ def test_a_link_with_unknown_values_says_what_there_is(open_page):
 
 
 def how(page, index):
-    """Return the names of the tiles that show how a model's layer computes its map."""
+    """Return the names of the tiles that show what changed, and how a model's layer computes its map."""
     buttons = page.locator(".how").nth(index).locator("button")
     return buttons.evaluate_all("all => all.map(b => b.ariaLabel)")
 
 
 def test_how_a_layer_came_by_its_map(open_page, explorer, recordings):
-    """Previous, own, convolved, attention, own alone as recorded, in the order in which a layer computes them."""
+    """Without the previous map, with it, what changed; then, on request, the logits in the order in which a layer
+    computes them, as recorded."""
     page = open_page("#query=20,30&head=3&layer=9")
-    said = ("previous", "own", "after conv.", "attention", "own alone")
-    assert how(page, 0) == [f"layer 9, {name}" for name in said]
+    before = "layer 8\u2019s map"
+    changes = [f"without {before}", f"with {before}", f"what {before} changed"]
+    logits = ["previous", "own", "after conv."]
+    assert how(page, 0) == [f"layer 9, {name}" for name in changes + logits]
+    assert not page.get_by_label("layer 9, previous").is_visible()
+    page.locator(".how summary").first.click()
+    assert page.get_by_label("layer 9, previous").is_visible()
     maps = recordings[0, 0].maps[9]
     for part in ("prev_logits", "self_logits", "conv_logits", "attn", "attn_own_alone"):
         check_row(tile(page, 0, 9, 3, part), maps, (64, 96), part, 3, (20, 30))
     page = open_page("#query=20,30&head=3&layer=2")
-    said = ("previous", "after conv.", "own", "logits", "attention", "own alone")
+    logits = ["previous", "after conv.", "own", "logits"]
     # PA convolves the previous logits alone
-    assert how(page, 1) == [f"layer 2, {name}" for name in said]
-    assert page.locator(".equation").all_inner_texts()[1] == (
+    assert how(page, 1)[3:] == [f"layer 2, {name}" for name in logits]
+    assert page.locator(".equation").all_text_contents()[1] == (
         "a layer: logits = 0.01 relu(conv(previous)) + 0.99 own, attention = softmax(logits)"
     )
     assert not page.locator(".how").nth(0).is_visible(), "the first model has no layer 2"
@@ -464,6 +489,21 @@ def test_the_page_begins_at_a_chains_second_layer_whatever_the_models_order(open
     assert begun == begun[:1] * 4
     assert begun[0]["layer"] == 2
     assert begun[0]["queries"] == ["all"] * 3
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_several_models_stand_side_by_side_and_are_complete_at_first_sight(
+    count, open_page, tmp_path
+):
+    names = ["ea_conv_transformer_cifar", "pa_conv_transformer_cifar", "conv_transformer_cifar"]
+    url = write_page(show_page(names[:count], picture(3)).text, tmp_path)
+    page = open_page(url=url, width=1400, height=900)
+    lefts = set()
+    for sheet in page.locator(".sheet").all():
+        box = sheet.bounding_box()
+        assert box["y"] + box["height"] <= 900
+        lefts.add(box["x"])
+    assert len(lefts) == count
 
 
 def test_a_slider_over_epochs(open_page, tmp_path):
@@ -511,7 +551,7 @@ def test_attention_that_is_everywhere_alike_does_not_look_strong(open_page):
 
     # random weights look everywhere nearly alike
     assert highest(0) < 1.7
-    page.locator("summary").click()
+    page.locator("#more summary").click()
     for scale, heads in (("tile", [0]), ("layer", [*range(8), "mean"])):
         page.get_by_label("Colour scale").select_option(scale)
         end = 24 * tile(page, 0, 8, 0)["range"][1]
@@ -529,7 +569,7 @@ def test_uniform_attention_is_that_of_the_keys_that_a_query_sees(open_page, tmp_
         low, high = shown["range"]
         assert np.sqrt(low * high) == pytest.approx(1 / keys)
     largest = 4 * max(tile(page, 0, 2, 0)["values"])
-    page.locator("summary").click()
+    page.locator("#more summary").click()
     said = page.locator("#numbers").inner_text()
     [times] = re.findall(r"([\d.]+) times uniform", said)
     assert float(times) == pytest.approx(largest, rel=0.01)
@@ -542,7 +582,7 @@ def test_uniform_attention_is_that_of_the_keys_that_a_query_sees(open_page, tmp_
 def test_the_view_is_saved_as_png(open_page, tmp_path):
     page = open_page("#image=1&layer=9&head=2&style=cells&opacity=1", width=1400)
     before = page.locator(".tile canvas").first.bounding_box()
-    page.locator("summary").click()
+    page.locator("#more summary").click()
     with page.expect_download() as download:
         page.get_by_role("button", name="Save as PNG").click()
     assert download.value.suggested_filename == "attention--script-b-second-layer-9-head-2.png"

@@ -93,7 +93,7 @@ def test_entries_hold_the_recorded_maps(explorer, entries, recordings, index):
         places = set(maps.recorded())
         assert (OWN_ALONE in places) == ("prev_logits" in layer.parts)
         if OWN_ALONE in places:
-            places.add(explore.CHANGE)
+            places.add(explore.DIFFERENCE)
         assert set(view["places"][layer.number]) == places
         assert tuple(view["featSizes"][layer.number]) == maps.feat_size
         for part in maps.recorded():

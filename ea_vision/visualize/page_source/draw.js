@@ -1,12 +1,13 @@
 // Drawing on canvases: colours, photos, tiles, query marks, text. Nothing here knows about the page.
 
-import { bytesOfBase64, isAttention } from "./maps.js";
+import { CHANGED, bytesOfBase64, isAttention, shareOfPhoto } from "./maps.js";
 
 // A frame's lines from below: black and white together stand out from any ground, at 3:1 or more.
-export const FRAME = [["#000", 6], ["#fff", 4], ["#e8431f", 2]];
+export const FRAME = [["#000", 6], ["#fff", 4], ["#0072b2", 2]];
 const SMALL_FRAME = [["#000", 3], ["#fff", 1]];
 const BOX = [["#000", 3], ["#ffd23f", 1.5]];
-const DARKEST = 0.1; // factor of the photo's colours at half of uniform attention; at twice it is 1
+const FOG = Math.round(0.83 * 255); // grey
+const LINE = [["#fff", 3], ["#d55e00", 1.6]];
 
 // ---- colours --------------------------------------------------------------------------------------------------------
 
@@ -17,10 +18,9 @@ export function colourTable(base64) {
     (255 << 24 | bytes[3 * i + 2] << 16 | bytes[3 * i + 1] << 8 | bytes[3 * i]) >>> 0);
 }
 
-/** As `colourTable`, the greys by which light multiplies a photo. */
-export function lightTable() {
-  const grey = (i) => Math.round(255 * (DARKEST + ((1 - DARKEST) * i) / 255));
-  return Uint32Array.from({ length: 256 }, (_, i) => (255 << 24 | grey(i) << 16 | grey(i) << 8 | grey(i)) >>> 0);
+/** As `colourTable`, the fog: opaque at the lower end, clear at the upper one. */
+export function fogTable() {
+  return Uint32Array.from({ length: 256 }, (_, i) => ((255 - i) << 24 | FOG << 16 | FOG << 8 | FOG) >>> 0);
 }
 
 /**
@@ -138,13 +138,46 @@ function markCell(context, x, y, width, height, cell, [H, W], frame) {
   }
 }
 
+/** The line at uniform attention: where half of the photo is left, between the middles of cells; beyond the outer ones the
+ * map goes on unchanged. uniform: the attention that counts as 1. */
+function drawLine(context, { values, featSize: [H, W] }, uniform, width, height) {
+  const at = (i, j) => shareOfPhoto(values[Math.min(Math.max(i, 0), H - 1) * W + Math.min(Math.max(j, 0), W - 1)] / uniform) - 0.5;
+  context.beginPath();
+  for (let i = -1; i < H; i++) {
+    for (let j = -1; j < W; j++) {
+      const corners = [[i, j], [i, j + 1], [i + 1, j + 1], [i + 1, j]], cuts = [];
+      corners.forEach(([y, x], k) => {
+        const [down, right] = corners[(k + 1) % 4], from = at(y, x), to = at(down, right), part = from / (from - to);
+        if ((from < 0) !== (to < 0)) cuts.push([x + part * (right - x), y + part * (down - y)]);
+      });
+      cuts.forEach(([x, y], k) => context[k % 2 ? "lineTo" : "moveTo"](((x + 0.5) * width) / W, ((y + 0.5) * height) / H));
+    }
+  }
+  for (const [strokeStyle, lineWidth] of LINE) {
+    Object.assign(context, { strokeStyle, lineWidth: width > 100 ? lineWidth : lineWidth / 2 });
+    context.stroke();
+  }
+}
+
+/** + and - on cells whose change is more than uniform attention, where they are large enough to be read. */
+function drawSigns(context, { values, featSize: [H, W] }, width, height) {
+  const size = Math.min(18, width / W, height / H);
+  if (size < 6) return;
+  values.forEach((value, cell) => {
+    if (Math.abs(value) <= 1) return;
+    setFont(context, size, Math.abs(value) > 2 ? "#fff" : "#000", "center", "middle", "bold");
+    context.fillText(value > 0 ? "+" : "\u2212", (((cell % W) + 0.5) * width) / W, ((Math.floor(cell / W) + 0.5) * height) / H);
+  });
+}
+
 /**
- * A tile's map: attention as light on the photo, or in colours over the grey one; logits bare; a dashed place for none.
+ * A tile's map: attention as fog on the photo, or in colours over the grey one; what changed over the grey one; logits bare;
+ * a dashed place for none.
  * @param tile { present, why, pixels, data, values, range, table, cell, featSize, part }; pixels: a canvas of featSize,
  *   as its context, and data what lies on it.
- * @param look { photo, grey: copies of the tile's size, light: whether attention is light, opacity, ink }.
+ * @param look { photo: a copy of the tile's size, in colour for fog, else grey, fog: whether attention is fog, opacity, ink }.
  */
-export function drawMap(context, tile, { photo, grey, light, opacity, ink }, width, height) {
+export function drawMap(context, tile, { photo, fog, opacity, ink }, width, height) {
   if (!tile.present) {
     Object.assign(context, { strokeStyle: ink.faint, lineWidth: 1 });
     context.setLineDash([2, 3]);
@@ -154,13 +187,14 @@ export function drawMap(context, tile, { photo, grey, light, opacity, ink }, wid
   }
   colourMap(tile, new Uint32Array(tile.data.data.buffer));
   tile.pixels.putImageData(tile.data, 0, 0);
-  const attention = isAttention(tile.part), lit = attention && light;
-  if (attention) context.drawImage(lit ? photo : grey, 0, 0, width, height);
-  if (lit) context.globalCompositeOperation = "multiply";
-  context.globalAlpha = attention && !light ? opacity : 1;
-  context.imageSmoothingEnabled = lit;
+  const foggy = isAttention(tile.part) && fog, onPhoto = isAttention(tile.part) || tile.part === CHANGED;
+  if (onPhoto) context.drawImage(photo, 0, 0, width, height);
+  context.globalAlpha = onPhoto && !foggy ? opacity : 1;
+  context.imageSmoothingEnabled = foggy;
   context.drawImage(tile.pixels.canvas, 0, 0, width, height);
-  Object.assign(context, { globalCompositeOperation: "source-over", globalAlpha: 1 });
+  context.globalAlpha = 1;
+  if (foggy && width >= 48) drawLine(context, tile, 2 * tile.range[0], width, height);
+  if (tile.part === CHANGED) drawSigns(context, tile, width, height);
   markCell(context, 0, 0, width, height, tile.cell, tile.featSize, width > 100 ? FRAME : SMALL_FRAME);
 }
 

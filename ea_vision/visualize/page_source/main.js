@@ -1,7 +1,7 @@
 // The page: reads what it was given, keeps the state, draws a frame when something changed.
 
-import { ALL, PARTS, isAttention } from "./maps.js";
-import { FRAME, colourTable, copyElement, drawBar, drawPhoto, lightTable, setFineness, setFont, sizeCanvas } from "./draw.js";
+import { ALL, CHANGED, PARTS, isAttention } from "./maps.js";
+import { FRAME, colourTable, copyElement, drawBar, drawPhoto, fogTable, setFineness, setFont, sizeCanvas } from "./draw.js";
 import { firstState, fromFragment, onePixel, queryName, setQuery, toFragment } from "./state.js";
 import { Panel, clamp, element, headName } from "./panel.js";
 
@@ -9,7 +9,7 @@ const ARROWS = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowR
 const byId = (id) => document.getElementById(id);
 const about = JSON.parse(byId("about").textContent);
 const entries = [...document.querySelectorAll("script.image")].map((script) => JSON.parse(script.textContent));
-const [table, signed, light] = [colourTable(about.colours), colourTable(about.signed), lightTable()];
+const tables = { cells: colourTable(about.colours), signed: colourTable(about.signed), changes: colourTable(about.changes), fog: fogTable() };
 const toolbar = byId("toolbar"), photo = document.querySelector(".photo"), first = firstState(about, entries[0]);
 
 let state = structuredClone(first);
@@ -17,7 +17,7 @@ let frame = 0; // the request of the next one
 let showing = Promise.resolve(); // the last change of image
 let later = 0; // the timer of what is done when the hand rests
 
-const panels = about.models.map((model, index) => new Panel(model, index, about.models.length, { select }));
+const panels = about.models.map((model, index) => new Panel(model, index, about.models.length, { select, redraw: schedule }));
 const complain = (text) => { byId("message").textContent = text; };
 
 /** Ask from a pixel, a token or all pixels; `pinned`: whether a hovering mouse leaves the query alone. */
@@ -79,7 +79,7 @@ function schedule() {
 /** Paint all models, and the photo and the heads of the first one that has the chosen layer. */
 function paint() {
   const style = getComputedStyle(document.body), faint = getComputedStyle(byId("query")).color;
-  const look = { state, table, signed, light, lit: state.style === "light", ink: { text: style.color, faint, accent: style.accentColor } };
+  const look = { state, tables, fog: state.style === "fog", ink: { text: style.color, faint, accent: style.accentColor } };
   panels.forEach((panel) => panel.arrange(state));
   const leader = panels.find((panel) => panel.chosen(state)) ?? panels[0], heads = byId("heads");
   if (heads.firstChild !== leader.headTiles[0].node) heads.replaceChildren(...leader.headTiles.map(({ node }) => node));
@@ -107,32 +107,36 @@ function paintPhoto() {
 }
 
 /** What the colours of attention and of logits mean, by the chosen layer's. */
-function paintBars({ ink, lit }, leader) {
-  const width = Math.min(220, byId("heads").clientWidth || 220), tiles = [...leader.howTiles, ...leader.layerTiles, ...leader.headTiles];
+function paintBars({ ink, fog }, leader) {
+  const width = Math.min(220, byId("heads").clientWidth || 220), tiles = [...leader.howTiles, ...leader.logitTiles, ...leader.layerTiles, ...leader.headTiles];
   const shown = [true, false].map((attention) => tiles.find((tile) =>
-    tile.present && isAttention(tile.part) === attention && tile.layer.number === state.layer));
+    tile.present && tile.part !== CHANGED && isAttention(tile.part) === attention && tile.layer.number === state.layer));
   ["bar-attn", "bar-logits"].forEach((id, i) => {
-    byId(id).hidden = !shown[i];
-    if (shown[i]) drawBar(sizeCanvas(byId(id), width, 26), shown[i].table, shown[i].range, width, ink);
+    byId(id).hidden = !shown[i] || (fog && i === 0);
+    if (!byId(id).hidden) drawBar(sizeCanvas(byId(id), width, 26), shown[i].table, shown[i].range, width, ink);
   });
-  byId("bar-text").textContent = !shown[0] ? "" : lit ? "lit: above uniform attention; dark: below" : "attention, in times uniform";
+  byId("bar-text").textContent = !shown[0] ? "" : fog
+    ? "full fog: half of uniform attention or less; clear: twice or more; line: uniform" : "attention, in times uniform";
 }
 
 /**
  * One scale of colours for each tile, for the tiles of a layer, or for all, over all models; attention has one, logits
  * have another. That of attention reaches to twice uniform attention at least: what looks everywhere alike must not look
- * strong. Light is always from half to twice.
+ * strong. With the scale uniform it reaches to 8 times, and logits share by layer. Fog is always from half to twice.
  */
 function shareScales(look, leader) {
   const tiles = panels.flatMap((panel) => panel.tiles(panel === leader).filter((tile) => tile.present).map((tile) => [panel, tile]));
   const reaches = new Map();
   const groupOf = ({ layer, part }, index) =>
-    [isAttention(part), { all: "", layer: layer.number, tile: index }[state.scale]].join();
+    [isAttention(part), { all: "", uniform: layer.number, layer: layer.number, tile: index }[state.scale]].join();
   tiles.forEach(([, tile], index) => {
     const group = groupOf(tile, index), least = isAttention(tile.part) ? 2 : 1e-12;
     reaches.set(group, Math.max(reaches.get(group) ?? least, tile.reach));
   });
-  tiles.forEach(([panel, tile], index) => panel.colour(tile, reaches.get(groupOf(tile, index)), look));
+  tiles.forEach(([panel, tile], index) => {
+    const uniform = state.scale === "uniform" && isAttention(tile.part);
+    panel.colour(tile, uniform ? 8 : reaches.get(groupOf(tile, index)), look);
+  });
 }
 
 /** When the hand rests: the spoken status, and the address, which may not change too often. */
@@ -163,6 +167,7 @@ function buildControls() {
   byId("asked").append(named[0][1], one, ...named.slice(1).map(([, node]) => node));
   toolbar.elements.part.append(...Object.entries(PARTS).map(([value, [name]]) => element("option", { value }, name)));
   byId("version").textContent = about.version;
+  byId("models").style.setProperty("--count", panels.length);
   byId("models").append(...panels.map((panel) => panel.node));
   byId("numbers").append(...panels.map((panel) => panel.numbers));
   byId("images").hidden = entries.length < 2;
@@ -274,7 +279,7 @@ window.explorer = {
   ready: () => showing.then(() => new Promise((resolve) => requestAnimationFrame(() => requestAnimationFrame(resolve)))),
   state: () => structuredClone(state),
   fragment: () => toFragment(state, first),
-  change: (model, layer, head) => panels[model].maps.change(panels[model].chosen({ layer }), head, state.queries[model]),
+  difference: (model, layer, head) => panels[model].maps.difference(panels[model].chosen({ layer }), head, state.queries[model]),
   /** What a tile shows: values row by row, the ends of its colours, entropy (nats), distance (pixels). */
   tile(model, layer, head, part = state.part) {
     const panel = panels[model], own = panel.chosen({ layer }), numbers = own && panel.look(own, head, part, state.queries[model]);

@@ -11,6 +11,9 @@ export const PARTS = {
   self_logits: ["own", "the layer's own dot products and position terms"],
   attn_own_alone: ["own alone", "the attention of the layer's own logits alone, at the same scale"],
 };
+export const CHANGED = "changed"; // attention minus own alone, in units of uniform attention
+
+export const shareOfPhoto = (attention) => (attention <= 0.5 ? 0 : attention >= 2 ? 1 : (Math.log2(attention) + 1) / 2);
 
 export const isAttention = (part) => part.startsWith("attn");
 
@@ -57,20 +60,20 @@ export class Maps {
     return one !== undefined && two !== undefined && one[0] === two[0] && one[1] === two[1];
   }
 
-  /** How a layer came by its map, in the order in which it is computed: [part, heading, sign before it]; no map twice. */
+  /** The logits of a layer in the order in which they are computed: [part, heading, sign before it]; no map twice. */
   steps(layer) {
     const own = ["self_logits", "own", "+"];
     const mixed = ["conv_logits", this.model.mixes ? "convolved, both" : "convolved", "\u2192"];
     const steps = [["prev_logits", "previous", ""], ...(this.model.mixes ? [own, mixed] : [mixed, own]),
-      ["logits", "logits", "\u2192"], ["attn", "attention", "\u2192"], ["attn_own_alone", "own alone, same scale", "|"]];
+      ["logits", "logits", "\u2192"]];
     const twice = this.same(layer, "logits", "conv_logits");
     return steps.filter(([part]) => this.has(layer, part) && !(twice && part === "logits"));
   }
 
   /** By how much a query's attention differs from that of the own logits alone, 0 to 1; undefined where nothing evolves. */
-  change(layer, head, query) {
-    if (!this.has(layer, "change")) return undefined;
-    const [stream, offset] = this.entry.places[layer.number].change, each = this.rowsAHead(layer) + 1;
+  difference(layer, head, query) {
+    if (!this.has(layer, "difference")) return undefined;
+    const [stream, offset] = this.entry.places[layer.number].difference, each = this.rowsAHead(layer) + 1;
     const values = new Float32Array(this.buffers[stream], offset, (layer.heads.length + 1) * each), P = this.model.prefix.length;
     const cell = this.cellOf(layer, query), row = query === ALL ? each - 1 : cell < 0 ? -1 - cell : P + cell;
     return values[(head === MEAN ? layer.heads.length : layer.heads.indexOf(head)) * each + row];

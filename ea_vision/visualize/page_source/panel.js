@@ -1,8 +1,10 @@
 // One model: the layers of a chain, how the chosen one came by its map, and all layers and heads.
 
-import { MEAN, Maps, PARTS, cellAt, isAttention, measure } from "./maps.js";
+import { ALL, CHANGED, MEAN, Maps, PARTS, cellAt, isAttention, measure } from "./maps.js";
 import { drawMap, greyCopy, scaledCopy, shortNumber, sizeCanvas } from "./draw.js";
 import { queryName } from "./state.js";
+
+const FULL = 4; // times uniform attention: full colour of what changed
 
 export const headName = (head) => (head === MEAN ? "mean of the heads" : `head ${head}`);
 
@@ -44,8 +46,12 @@ export class Panel {
     this.layerRow = element("div", { class: "row layers", role: "group", "aria-label": `layers of ${model.label}` });
     this.howTitle = element("h3");
     this.howRow = element("div", { class: "row" });
+    this.howNote = element("p", { class: "caption" }, `+ and \u2212: a cell gains or loses more than uniform attention; full colour at ${FULL} times`);
     this.equation = element("p", { class: "caption equation" });
-    this.how = element("div", { class: "how" }, this.howTitle, this.equation, this.howRow);
+    this.logitRow = element("div", { class: "row" });
+    this.logits = element("details", {}, element("summary", {}, "how did this map come about? its logits"), this.equation, this.logitRow);
+    this.logits.addEventListener("toggle", actions.redraw);
+    this.how = element("div", { class: "how" }, this.howTitle, this.howRow, this.howNote, this.logits);
     this.blocks = element("div", { class: "blocks", role: "group", "aria-label": `tiles of ${model.label}` });
     this.sheet = element("div", { class: "sheet" },
       element("h3", {}, `All layers × heads, and the mean of heads${count > 1 ? `: ${name}` : ""}`), this.blocks);
@@ -107,14 +113,17 @@ export class Panel {
     this.layerTiles = chain.map((one) => this.newTile(one, {}, `layer ${one.number}`, "large"));
     chain.forEach((one, i) => i && one.evolves && this.layerTiles[i].node.prepend(sign("\u2192")));
     this.layerRow.replaceChildren(...this.layerTiles.map(({ node }) => node));
-    this.differs = element("span", { class: "differs" });
-    const steps = chosen ? this.maps.steps(chosen) : [];
-    this.how.hidden = !chosen?.evolves || steps.length < 3;
-    this.howTiles = this.how.hidden ? [] : steps.map(([part, heading]) =>
-      this.newTile(chosen, { part }, heading, PARTS[part][0], ...(part === "attn_own_alone" ? [this.differs] : [])));
-    this.howTiles.forEach(({ node }, i) => steps[i][2] && node.prepend(sign(steps[i][2])));
+    const steps = chosen?.evolves ? this.maps.steps(chosen) : [], previous = `layer ${layer.number - 1}\u2019s map`;
+    const changes = chosen && this.maps.has(chosen, "attn_own_alone") && this.maps.has(chosen, "attn");
+    this.how.hidden = !changes && steps.length < 2;
+    this.howRow.hidden = this.howNote.hidden = !changes;
+    this.howTiles = !changes ? [] : [["attn_own_alone", `without ${previous}`], ["attn", `with ${previous}`], [CHANGED, `what ${previous} changed`]]
+      .map(([part, heading]) => this.newTile(chosen, { part }, heading, heading));
     this.howRow.replaceChildren(...this.howTiles.map(({ node }) => node));
-    this.howTitle.textContent = `How layer ${layer.number} came by its map${this.count > 1 ? `: ${this.model.label.split(",")[0]}` : ""}`;
+    this.logits.hidden = steps.length < 2;
+    this.logitTiles = this.logits.hidden ? [] : steps.map(([part, heading]) => this.newTile(chosen, { part }, heading, PARTS[part][0]));
+    this.logitTiles.forEach(({ node }, i) => steps[i][2] && node.prepend(sign(steps[i][2])));
+    this.logitRow.replaceChildren(...this.logitTiles.map(({ node }) => node));
     this.headTiles = [...layer.heads, MEAN].map((head) => this.newTile(layer, { head }, String(head), `thumbnail of ${headName(head)}`));
     if (!this.sheetTiles || !this.arranged) {
       this.sheetTiles = this.model.layers.map((one) => all.filter((head) => head === MEAN || one.heads.includes(head))
@@ -127,17 +136,18 @@ export class Panel {
 
   /** Tiles of all rows; `heads`: with the thumbnails. */
   tiles(heads) {
-    return [...this.layerTiles, ...this.howTiles, ...(heads ? this.headTiles : []), ...this.sheetTiles.flat()];
+    return [...this.layerTiles, ...this.howTiles, ...(this.logits.open ? this.logitTiles : []), ...(heads ? this.headTiles : []), ...this.sheetTiles.flat()];
   }
 
   /** Choose the tiles' widths for the panel's. thumb: of the heads' thumbnails; gap: between layers. */
   layOut(thumb, gap) {
     const width = this.layerRow.clientWidth || 300, narrow = window.innerWidth <= 700, { aspect, count } = this;
-    const high = (narrow ? [150, 130, 120] : [280, 190, 150])[count - 1], set = (tiles, side) => tiles.forEach((tile) => { tile.side = side; });
+    const high = narrow ? [150, 130, 120][count - 1] : 280, set = (tiles, side) => tiles.forEach((tile) => { tile.side = side; });
     set(this.layerTiles, fit(this.layerTiles.length, width - 2, high, aspect, gap, 64, 260));
-    set(this.howTiles, fit(this.howTiles.length, width - 2, (narrow ? [110, 90, 90] : [200, 150, 120])[count - 1], aspect, 26, 50, 180));
+    set(this.howTiles, fit(this.howTiles.length, width - 2, narrow ? 130 : 200, aspect, 8, 50, 180));
+    set(this.logitTiles, fit(this.logitTiles.length, width - 2, narrow ? 110 : 150, aspect, 26, 50, 140));
     set(this.headTiles, thumb);
-    const each = this.sheetTiles[0].length, room = (narrow ? 240 : 230) / count;
+    const each = this.sheetTiles[0].length, room = narrow ? 240 / count : 230;
     let side = 72;
     while (side > 26) {
       const across = Math.max(1, Math.floor((width + 18) / (each * (side + 3) + 15)));
@@ -170,19 +180,24 @@ export class Panel {
     const { layer, values, fixed } = tile, query = state.queries[this.index];
     tile.head = fixed.head ?? state.head;
     tile.part = fixed.part ?? state.part;
-    tile.present = this.maps.has(layer, tile.part) && (tile.head === MEAN || layer.heads.includes(tile.head));
+    const parts = tile.part === CHANGED ? ["attn", "attn_own_alone"] : [tile.part];
+    tile.present = parts.every((part) => this.maps.has(layer, part)) && (tile.head === MEAN || layer.heads.includes(tile.head));
     tile.cell = this.maps.cellOf(layer, query);
     if (!tile.present) return;
-    this.maps.row(layer, tile.head, tile.part, query, values);
+    this.maps.row(layer, tile.head, parts[0], query, values);
+    if (tile.part === CHANGED) {
+      const alone = this.maps.row(layer, tile.head, parts[1], query, this.attn.subarray(0, values.length)), keys = this.numKeys(tile);
+      values.forEach((value, cell) => { values[cell] = (value - alone[cell]) * keys; });
+    }
     tile.reach = values.reduce((most, value) => Math.max(most, value === -Infinity ? 0 : Math.abs(value)), 0);
     if (isAttention(tile.part)) tile.reach *= this.numKeys(tile);
   }
 
   /** Give a tile its colours: attention as far below uniform attention as above, logits as far below 0 as above. */
-  colour(tile, reach, { table, signed, light, lit }) {
-    const uniform = 1 / this.numKeys(tile), attention = isAttention(tile.part), top = lit ? 2 : reach;
-    tile.range = attention ? [uniform / top, uniform * top] : [-reach, reach];
-    tile.table = attention ? (lit ? light : table) : signed;
+  colour(tile, reach, { tables, fog }) {
+    const uniform = 1 / this.numKeys(tile), top = fog ? 2 : reach, changed = tile.part === CHANGED, end = changed ? FULL : reach;
+    tile.range = isAttention(tile.part) ? [uniform / top, uniform * top] : [-end, end];
+    tile.table = isAttention(tile.part) ? (fog ? tables.fog : tables.cells) : changed ? tables.changes : tables.signed;
   }
 
   /** Keys that the query of a tile, or of a `look`, sees; of all pixels, and of a token, the most that a pixel's sees. */
@@ -198,22 +213,30 @@ export class Panel {
     return this.copies.get(key);
   }
 
-  /** Paint all tiles. `look`: state, table, signed, light, lit, ink. */
-  paint({ state, ink, lit }, heads) {
+  /** Paint all tiles. `look`: state, tables, fog, ink. */
+  paint({ state, ink, fog }, heads) {
     for (const tile of this.tiles(heads)) {
       const { side } = tile, height = Math.max(1, Math.round(side * this.aspect));
-      const kind = lit ? "image" : "grey", copy = this.copy(kind, side, height);
-      drawMap(sizeCanvas(tile.canvas, side, height), tile, { photo: copy, grey: copy, light: lit, opacity: state.opacity, ink }, side, height);
+      const photo = this.copy(fog && isAttention(tile.part) ? "image" : "grey", side, height);
+      drawMap(sizeCanvas(tile.canvas, side, height), tile, { photo, fog, opacity: state.opacity, ink }, side, height);
       tile.node.style.width = `${side}px`;
       tile.node.style.setProperty("--height", `${height}px`);
       const pressed = tile.layer.number === state.layer && tile.head === state.head && tile.part === state.part;
       tile.button.setAttribute("aria-pressed", String(pressed));
     }
-    const chosen = this.chosen(state), change = chosen && this.maps.change(chosen, state.head, state.queries[this.index]);
-    this.differs.textContent = change === undefined ? "" : `differs by ${change.toFixed(2)} of 1`;
+    this.howTitle.textContent = this.sentence(state);
     const [title, ...rest] = this.lines(state);
     this.caption.textContent = title;
     this.numbers.replaceChildren(...(this.count > 1 ? [this.model.label, element("br")] : []), ...rest.flatMap((line) => [line, element("br")]));
+  }
+
+  /** How much of the attention the previous map moved, in a sentence. */
+  sentence(state) {
+    const layer = this.chosen(state), query = state.queries[this.index];
+    const difference = layer && this.maps.difference(layer, state.head, query);
+    if (difference === undefined) return `How layer ${state.layer} came by its map`;
+    const whose = query === ALL || state.head === MEAN ? "of a query\u2019s attention moves on average" : "of this query\u2019s attention moves";
+    return `Layer ${layer.number}, ${headName(state.head)}: ${Math.round(100 * difference)}% ${whose} because of layer ${layer.number - 1}`;
   }
 
   /** What is chosen, as lines of text: its name, then its numbers. */

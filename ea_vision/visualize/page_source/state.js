@@ -10,8 +10,8 @@ function choices(about, numImages) {
     part: Object.keys(PARTS),
     layer: [...new Set(layers.map((layer) => layer.number))],
     head: [...new Set(layers.flatMap((layer) => layer.heads)), MEAN],
-    style: ["light", "cells"],
-    scale: ["tile", "layer", "all"],
+    style: ["fog", "cells"],
+    scale: ["uniform", "tile", "layer", "all"],
     pinned: [false, true],
   };
 }
@@ -23,7 +23,7 @@ function choices(about, numImages) {
  * @param entry of the first image.
  */
 export function firstState(about, entry) {
-  const first = { image: 0, pinned: false, part: "attn", style: "light", opacity: 0.8, scale: "layer" };
+  const first = { image: 0, pinned: false, part: "attn", style: "fog", opacity: 0.8, scale: "uniform" };
   const evolving = about.models.map((model, index) => ({ model, index, layer: model.layers.find((layer) => layer.evolves) }))
     .filter(({ layer }) => layer).sort((a, b) => a.layer.number - b.layer.number || a.model.label.localeCompare(b.model.label));
   if (evolving.length) {

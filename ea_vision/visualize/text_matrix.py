@@ -1,0 +1,257 @@
+"""Whole maps of text: one row per query token, one column per key token, with the tokens along both sides.
+
+Attention is in units of uniform attention over the keys that a query sees. What no head sees is blank: later tokens in
+causal attention, and padding.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Integral
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+from ea_vision.base.errors import UsageError
+from ea_vision.base.figures import PAGE
+from ea_vision.base.networks import evaluating
+from ea_vision.base.print import points, text_width
+from ea_vision.recorder.recording import LayerMaps, record_attention
+from ea_vision.visualize.map_style import STYLE, MapStyle, map_sheet
+from ea_vision.visualize.sheet import LARGEST_TILE, MARGIN, Block, Row, Tile
+from ea_vision.visualize.tiles import Head, head_name, of_head
+
+Text = str | Sequence[int] | Tensor | Mapping[str, Tensor]
+LONGEST_TOKEN = 12  # letters; longer tokens are cut
+CELL = 1.2  # heights of a letter: a cell whose token is written
+HIDDEN_LOGIT = -1e30  # masks add at least this to logits
+
+
+@dataclass
+class Tokens:
+    """The tokens along the sides of a network's maps.
+
+    Attributes:
+        source: of an encoder, or of the only text.
+        target: of a decoder; empty: there is none beside the source.
+        padding: for source and target, True where a position is padding; None: unknown.
+    """
+
+    source: Sequence[str]
+    target: Sequence[str] = ()
+    padding: Sequence[np.ndarray | None] = field(default=(None, None))
+
+    def kind(self, layer: LayerMaps) -> str:
+        """Return "encoder", "decoder" or "cross" in a network with a target, by the module's name; else ""."""
+        if not self.target:
+            return ""
+        if any(word in layer.name for word in ("EncDec", "encoder_attn", "cross")):
+            return "cross"
+        return "decoder" if "decoder" in layer.name else "encoder"
+
+    def sides(self, layer: LayerMaps) -> list[tuple[Sequence[str], np.ndarray]]:
+        """Return tokens and padding of a layer's queries and of its keys. A decoder has the target
+        on both sides; cross attention asks from the target to the source.
+
+        Raises:
+            UsageError: the layer has other numbers of queries or keys.
+        """
+        [part, *_] = layer.recorded()
+        kind = self.kind(layer)
+        sides = []
+        for what, index, count in (
+            ("queries", int(kind in ("decoder", "cross")), layer[part].shape[-2]),
+            ("keys", int(kind == "decoder"), layer[part].shape[-1]),
+        ):
+            tokens = (self.source, self.target)[index]
+            if len(tokens) != count:
+                raise UsageError(
+                    f"layer {layer} has {count} {what}: as many tokens are required, got {len(tokens)}"
+                )
+            padding = self.padding[index]
+            sides.append((tokens, np.zeros(count, bool) if padding is None else padding))
+        return sides
+
+
+def is_text(model: nn.Module, value: Any) -> bool:
+    """Return whether a value is a network's text: ids, a mapping with input_ids, or a string for a network that takes
+    ids (transformers' main_input_name)."""
+    if isinstance(value, Mapping):
+        return "input_ids" in value
+    if isinstance(value, Tensor):
+        return value.ndim <= 2 and not value.is_floating_point()
+    if isinstance(value, str):
+        return getattr(model, "main_input_name", "") == "input_ids"
+    return isinstance(value, Sequence) and all(isinstance(item, Integral) for item in value)
+
+
+def tokens_of(tokens: Sequence[str] | tuple[Sequence[str], Sequence[str]]) -> Tokens:
+    """Return the tokens of a list, or of a pair of lists: source and target."""
+    if isinstance(tokens, tuple) and len(tokens) == 2 and not isinstance(tokens[0], str):
+        return Tokens(*tokens)
+    return Tokens(tokens)
+
+
+def record_text(
+    model: nn.Module,
+    text: Text,
+    layers: Sequence[int],
+    part: str,
+    tokens: Sequence[str] | None = None,
+    tokenizer: Any = None,
+) -> tuple[list[LayerMaps], Tokens]:
+    """Run a network on a text, in evaluation mode; return the maps of its layers, and its tokens.
+
+    Args:
+        text: ids (T,) or (1, T); a mapping of the network's inputs, such as a tokenizer returns; or a string, which
+            the tokenizer splits. An encoder-decoder without decoder_input_ids begins with its start token.
+        layers: numbers.
+        tokens: texts of the tokens; for an encoder-decoder a pair of lists. Default: by the tokenizer, or the ids.
+        tokenizer: of transformers, its path or name.
+
+    Raises:
+        UsageError: a string without a tokenizer, or several texts.
+    """
+    if isinstance(tokenizer, str):
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+    if isinstance(text, str):
+        if tokenizer is None:
+            raise UsageError(
+                "a text needs its tokenizer (processor=), or ids and tokens; got a string alone"
+            )
+        text = tokenizer(text, return_tensors="pt")
+    takes_names = isinstance(text, Mapping)
+    inputs = dict(text) if takes_names else {"input_ids": torch.as_tensor(text)}
+    device = next(model.parameters()).device
+    inputs = {
+        name: torch.atleast_2d(torch.as_tensor(value)).to(device) for name, value in inputs.items()
+    }
+    if len(inputs["input_ids"]) != 1:
+        raise UsageError(f"one text is required, got {len(inputs['input_ids'])}")
+    config = getattr(model, "config", None)
+    if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" not in inputs:
+        start = config.decoder_start_token_id or 0
+        inputs["decoder_input_ids"] = torch.tensor([[start]], device=device)
+    named = takes_names or len(inputs) > 1
+    recorded = record_attention(model, layers, parts=(part,))
+    with evaluating(model), torch.no_grad(), recorded as maps:
+        model(**inputs) if named else model(inputs["input_ids"])
+    sides = []
+    padding = []
+    for name in ("", "decoder_"):
+        ids = inputs.get(f"{name}input_ids", torch.empty(1, 0))[0].tolist()
+        sides.append(
+            list(map(str, ids)) if tokenizer is None else tokenizer.convert_ids_to_tokens(ids)
+        )
+        mask = inputs.get(f"{name}attention_mask")
+        padding.append(None if mask is None else (mask[0] == 0).cpu().numpy())
+    if tokens is not None:
+        sides = tokens_of(tokens)
+        sides = [sides.source, sides.target]
+    return list(maps.values()), Tokens(*sides, padding)
+
+
+def draw_text_matrix(
+    layers: Sequence[LayerMaps],
+    tokens: Tokens,
+    heads: Sequence[Head],
+    part: str = "attn",
+    style: MapStyle = STYLE,
+    *,
+    title: str = "",
+    width: float | None = None,
+    left_out: str | None = None,
+) -> Figure:
+    """Draw one block per layer, one tile per head, with tokens at rows (queries) and columns (keys).
+
+    Args:
+        layers: with `part`, of one text.
+        heads: counted from 0, or "mean".
+        style: scale and cmap of the maps.
+        title: of the figure.
+        width: inches.
+        left_out: see `ea_vision.visualize.sheet.sheet`.
+
+    Raises:
+        UsageError: layers with other numbers of tokens.
+    """
+    bare = MapStyle(scale=style.scale, cmap=style.cmap)
+    room = 72 * (width or PAGE) - 2 * MARGIN
+    blocks = []
+    for layer in layers:
+        tiles = [_tile(layer, tokens, head, part, bare) for head in heads]
+        side = min(room, _size(tokens.sides(layer))[0])
+        each = max(1, int(room // side))
+        rows = [Row(tiles[first : first + each]) for first in range(0, len(tiles), each)]
+        name = f"layer {layer.number} {tokens.kind(layer)}".rstrip()
+        blocks.append(Block(rows, name, enlarged=side / LARGEST_TILE))
+    return map_sheet(
+        title,
+        blocks,
+        bare,
+        width=width,
+        note=f"{part}: one row per query, one column per key; blank: masked",
+        left_out=left_out,
+    )
+
+
+def _written(tokens: Sequence[str]) -> list[str]:
+    return [
+        token if len(token) <= LONGEST_TOKEN else f"{token[: LONGEST_TOKEN - 1]}…"
+        for token in tokens
+    ]
+
+
+def _margins(sides: Sequence[tuple[Sequence[str], np.ndarray]]) -> list[float]:
+    """Return the room for the tokens of queries (left) and of keys (above), in points."""
+    margins = []
+    for tokens, _ in sides:
+        margins.append(points() + max(text_width(token, points()) for token in _written(tokens)))
+    return margins
+
+
+def _size(sides: Sequence[tuple[Sequence[str], np.ndarray]]) -> tuple[float, float]:
+    """Return width and height in points of a tile in which every token is written."""
+    left, above = _margins(sides)
+    cell = CELL * points()
+    return left + cell * len(sides[1][0]), above + cell * len(sides[0][0])
+
+
+def _tile(layer: LayerMaps, tokens: Tokens, head: Head, part: str, style: MapStyle) -> Tile:
+    sides = tokens.sides(layer)
+    maps = layer[part][0].float().cpu()
+    if part == "attn":
+        hidden = (maps == 0).all(0).numpy()
+    else:
+        hidden = (maps <= HIDDEN_LOGIT).all(0).numpy()
+    hidden |= sides[0][1][:, None] | sides[1][1]
+    values = of_head(maps, head).numpy()
+    if part == "attn":
+        values = values * (~hidden).sum(-1, keepdims=True)
+    width, height = _size(sides)
+
+    def paint(axes: Axes, norm: Normalize) -> None:
+        left, above = _margins(sides)
+        wide, high = (72 / axes.figure.dpi * length for length in axes.bbox.size)
+        inside = axes.inset_axes((left / wide, 0, 1 - left / wide, 1 - above / high))
+        shown = np.ma.masked_where(hidden, values)
+        inside.imshow(shown, style.colormap(part), norm, aspect="auto", interpolation="nearest")
+        inside.xaxis.tick_top()
+        for axis, (texts, _), length in (
+            (inside.yaxis, sides[0], high - above),
+            (inside.xaxis, sides[1], wide - left),
+        ):
+            step = math.ceil(CELL * points() * len(texts) / length - 0.01)
+            axis.set_ticks(range(0, len(texts), step), _written(texts)[::step])
+            axis.set_tick_params(length=0, pad=points() / 2, labelsize=points())
+        inside.tick_params("x", rotation=90)
+        inside.spines[:].set_linewidth(0.5)
+
+    return Tile(paint, head_name(head), aspect=height / width, values=values[~hidden], part=part)

@@ -1,0 +1,151 @@
+"""Matrices of text: maps of transformers' text models with tokens along both sides, blank where a mask hides."""
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.image import AxesImage
+
+import ea_vision
+from ea_vision.base.errors import UsageError
+from ea_vision.visualize import plot_matrix
+
+from .conftest import small, texts_of
+from .test_layout import problems
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+WORDS = "the cat sat on the warm old mat".split()
+IDS = torch.tensor([[5, 6, 7, 8, 5, 9, 10, 11]])
+WIDTH = {"vocab_size": 32, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
+T5 = {"vocab_size": 32, "d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 4}
+BART = {"vocab_size": 32, "d_model": 32, "max_position_embeddings": 32}
+for side in ("encoder", "decoder"):
+    BART |= {f"{side}_layers": 1, f"{side}_attention_heads": 4, f"{side}_ffn_dim": 32}
+
+
+def model(name):
+    torch.manual_seed(0)
+    config = {
+        "Bert": lambda: transformers.BertConfig(intermediate_size=32, **WIDTH),
+        "Roberta": lambda: transformers.RobertaConfig(intermediate_size=32, **WIDTH),
+        "GPT2": lambda: transformers.GPT2Config(vocab_size=32, n_embd=32, n_head=4, n_layer=2),
+        "T5": lambda: transformers.T5Config(decoder_start_token_id=0, **T5),
+        "Bart": lambda: transformers.BartConfig(**BART),
+    }[name]()
+    return getattr(transformers, f"{name}Model")(config).eval()
+
+
+def shown(figure):
+    """Return the maps of a figure, masked where they are blank, with the tokens of their rows and columns."""
+    maps = []
+    for image in figure.findobj(AxesImage):
+        axes = image.axes
+        texts = [
+            [text.get_text() for text in axis.get_ticklabels()] for axis in (axes.yaxis, axes.xaxis)
+        ]
+        maps.append((np.ma.asarray(image.get_array()), *texts))
+    return maps
+
+
+def recorded(network, **inputs):
+    with torch.inference_mode(), ea_vision.record_attention(network) as maps:
+        network(**inputs)
+    return maps
+
+
+@pytest.mark.parametrize("name", ["Bert", "Roberta", "GPT2"])
+def test_maps_of_text_have_the_tokens_at_both_sides(name):
+    """In units of uniform attention over the keys that a query sees; later keys of causal attention are blank."""
+    network = model(name)
+    figure = plot_matrix(network, IDS, 2, 1, tokens=WORDS)
+    [(values, rows, columns)] = shown(figure)
+    assert rows == columns == WORDS
+    attn = recorded(network, input_ids=IDS)[2].attn[0, 1]
+    for query in range(8):
+        seen = query + 1 if name == "GPT2" else 8
+        assert list(np.ma.getmaskarray(values)[query]) == [key >= seen for key in range(8)]
+        for key in range(seen):
+            assert values[query, key] == pytest.approx(float(attn[query, key]) * seen, rel=1e-4)
+    assert not problems(figure)
+
+
+@pytest.mark.parametrize("name", ["Bert", "GPT2"])
+def test_padding_is_blank(name):
+    mask = torch.tensor([[1, 1, 1, 1, 1, 0, 0, 0]])
+    [(values, *_)] = shown(plot_matrix(model(name), {"input_ids": IDS, "attention_mask": mask}, 1))
+    hidden = np.ma.getmaskarray(values)
+    assert hidden[5:].all() and hidden[:, 5:].all()
+    assert not hidden[4, :5].any()
+
+
+@pytest.mark.parametrize("name", ["T5", "Bart"])
+def test_encoder_decoder_and_cross_attention(name):
+    network = model(name)
+    target = ["<s>", "die", "Katze"]
+    inputs = {"input_ids": IDS, "decoder_input_ids": torch.tensor([[0, 3, 4]])}
+    sides = set()
+    maps = recorded(network, **inputs)
+    for number, layer in maps.items():
+        figure = plot_matrix(network, inputs, number, 0, tokens=(WORDS, target))
+        [(values, rows, columns)] = shown(figure)
+        sides.add((len(rows), len(columns)))
+        assert rows == (WORDS if len(rows) == 8 else target)
+        assert columns == (WORDS if len(columns) == 8 else target)
+        attn = layer.attn[0, 0].numpy()
+        counts = (~np.ma.getmaskarray(values)).sum(-1, keepdims=True)
+        np.testing.assert_allclose(values.filled(0), attn * counts, rtol=1e-4)
+        [(alone, *_)] = shown(plot_matrix(layer, heads=0, tokens=(WORDS, target)))
+        np.testing.assert_array_equal(alone, values)
+    assert sides == {(8, 8), (3, 3), (3, 8)}
+    assert shown(plot_matrix(network, IDS))  # the decoder has its start token
+
+
+def test_a_string_with_its_tokenizer_and_an_evolving_network():
+    class Tokenizer:
+        def __call__(self, text, return_tensors):
+            ids = torch.tensor([[5 + WORDS.index(word) for word in text.split()]])
+            return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+        def convert_ids_to_tokens(self, ids):
+            return [WORDS[number - 5] for number in ids]
+
+    network = ea_vision.evolve(model("Bert"), "ea")
+    figure = plot_matrix(network, " ".join(WORDS), processor=Tokenizer(), width=3.3)
+    assert [rows for _, rows, _ in shown(figure)] == [WORDS] * 2
+    assert not problems(figure)
+    assert shown(plot_matrix(network, IDS, 2, part="logits"))
+    with pytest.raises(UsageError, match="a text needs its tokenizer"):
+        plot_matrix(network, "the cat")
+
+
+def test_long_texts_fit_a_page():
+    network = model("Bert")
+    figure = plot_matrix(network, torch.arange(200)[None] % 32, width=3.3)
+    assert not problems(figure)
+    width, height = figure.get_size_inches()
+    assert width == pytest.approx(3.3)
+    assert height <= 9
+    assert len(shown(figure)) == 2 or "1 of 2 layers" in texts_of(figure)
+
+
+@pytest.mark.parametrize(
+    "image, options, message",
+    [
+        (IDS, {"tokens": WORDS[:3]}, "has 8 queries: as many tokens are required, got 3"),
+        (IDS.repeat(2, 1), {}, "one text is required, got 2"),
+        (IDS, {"layers": 9}, "no attention layer '9'"),
+    ],
+)
+def test_refusals(image, options, message):
+    with pytest.raises(UsageError, match=message):
+        plot_matrix(model("Bert"), image, **options)
+
+
+def test_tokens_of_an_image_are_refused_and_a_layer_of_it_is_drawn():
+    network = small()
+    with pytest.raises(UsageError, match="tokens belong to a text"):
+        plot_matrix(network, torch.rand(3, 16, 16), tokens=WORDS)
+    with ea_vision.record_attention(network) as maps:
+        network(torch.rand(1, 3, 16, 16))
+    [(values, rows, _)] = shown(plot_matrix(maps[1], heads=2))
+    np.testing.assert_allclose(values, 16 * maps[1].attn[0, 2], rtol=1e-4)
+    assert rows[0] == "0"
