@@ -14,9 +14,9 @@ from torch import nn
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.figures import check_width
+from ea_vision.models.modes import unwrap
 from ea_vision.ops import Size
-from ea_vision.recorder.loading import LoadedModel
-from ea_vision.recorder.recording import PARTS, AttentionLayer, LayerMaps, unwrap
+from ea_vision.recorder.recording import PARTS, AttentionLayer, LayerMaps
 from ea_vision.visualize.figure_options import make_parser, run_figure
 from ea_vision.visualize.figure_request import (
     FigureRequest,
@@ -35,6 +35,7 @@ from ea_vision.visualize.map_style import STYLE, MapStyle, map_sheet, style_of
 from ea_vision.visualize.sheet import Block, Row, Tile
 from ea_vision.visualize.text_matrix import Text, draw_text_matrix, is_text, record_text, tokens_of
 from ea_vision.visualize.tiles import MEAN, Head, Recording, head_name, map_name, of_head
+from ea_vision.zoo.loaded import LoadedModel
 
 EXAMPLES = """\
   ea-vision matrix --model ea_conv_transformer_cifar --layers 1-3 -o matrix.png photo.jpg

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.figures import PAGE
-from ea_vision.base.networks import evaluating
 from ea_vision.base.print import points, text_width
+from ea_vision.models.modes import evaluating
 from ea_vision.recorder.recording import LayerMaps, record_attention
 from ea_vision.visualize.map_style import STYLE, MapStyle, map_sheet
 from ea_vision.visualize.sheet import LARGEST_TILE, MARGIN, Block, Row, Tile

@@ -73,7 +73,8 @@ def test_padding_is_blank(name):
     mask = torch.tensor([[1, 1, 1, 1, 1, 0, 0, 0]])
     [(values, *_)] = shown(plot_matrix(model(name), {"input_ids": IDS, "attention_mask": mask}, 1))
     hidden = np.ma.getmaskarray(values)
-    assert hidden[5:].all() and hidden[:, 5:].all()
+    assert hidden[5:].all()
+    assert hidden[:, 5:].all()
     assert not hidden[4, :5].any()
 
 
