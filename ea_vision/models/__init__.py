@@ -6,6 +6,7 @@ from ea_vision.models._build import (
     build_network,
     get_network,
     list_networks,
+    plain_network,
     register_networks,
     shipped_weights,
 )

@@ -5,7 +5,7 @@ import logging
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ class Network:
     """A registered network.
 
     about: one sentence. kwargs: its keywords. trained: for each tag of weights, the keywords they were trained with.
-    plain: timm's network without attention; fusion="add" begins with its weights, see `with_plain_weights`.
+    plain: timm's network without attention; with fusion="add", pretrained=True begins with its weights.
     """
 
     about: str
@@ -71,8 +71,8 @@ def register_networks(
         ):
             trained = {}
             if pretrained:
-                trained = _trained_with(name, network, model_cls, kwargs)
                 kwargs = _choose_plain_weights(name, network, kwargs)
+                trained = _trained_with(name, network, model_cls, kwargs)
             wanted = {**network.kwargs, **trained, **kwargs}
             model = build_network(model_cls, name, pretrained, **wanted)
             # needed to build it again; timm's configuration has no field for it
@@ -150,46 +150,27 @@ def _check_note(
     check_agreement(trained, fixed(keywords, model), model_cls)
 
 
-@cache  # three networks share each plain one
-def _weights_of(plain: str) -> list[str]:
-    return list_pretrained(f"{plain}.*")
-
-
-def with_plain_weights(name: str, plain: str, cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """Return entries of `default_cfgs` for a network that, with fusion="add", begins with weights of timm's `plain`.
-
-    There is one entry per tag of timm's weights, such as ea_aa_resnet50.a1_in1k. The network's own configuration stays
-    its default.
-    """
-    entries: dict[str, Any] = {}
-    for full in _weights_of(plain):
-        tag = full.partition(".")[2]
-        entries[f"{name}.{tag}"] = replace(
-            get_pretrained_cfg(full),
-            description=f'begins as timm\'s {full} with fusion="add", not fine-tuned',
-        )
-    entries[f"{name}.*"] = cfg
-    return entries
-
-
 def _choose_plain_weights(name: str, network: Network, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the keywords of a pretrained network; with fusion="add" they name the plain network's weights.
+    """Return the keywords of a pretrained network; with fusion="add" they contain the plain network's weights.
+
+    The tag of weights, as in "ea_aa_resnet50.a1_in1k", is one of the plain network's.
 
     Raises:
         UsageError: weights are wanted without fusion="add", and only the plain network has some.
+        RuntimeError: the plain network has no weights of this tag.
     """
     tag = kwargs.get("pretrained_cfg")
     if network.plain is None or not isinstance(tag, (str, type(None))):
         return kwargs
     if kwargs.get("fusion") == "add":
-        if tag is None and _trained_keywords(name, kwargs) is None:
-            return {**kwargs, "pretrained_cfg": get_pretrained_cfg(network.plain).tag}
-        return kwargs
+        if tag is None and _trained_keywords(name, kwargs) is not None:
+            return kwargs
+        cfg = get_pretrained_cfg(f"{network.plain}.{tag}" if tag else network.plain)
+        return {**kwargs, "pretrained_cfg": replace(cfg, architecture=name).to_dict()}
     if not kwargs.get("pretrained_cfg_overlay"):
-        full = name if tag is None else f"{name}.{tag}"
         raise UsageError(
             f"{name} has no pretrained weights of its own. It can begin as timm's {network.plain}, with its weights: "
-            f"timm.create_model({full!r}, pretrained=True, fusion='add'), or --model-kwargs fusion=add. "
+            f"timm.create_model({name!r}, pretrained=True, fusion='add'), or --model-kwargs fusion=add. "
             "Without weights: pretrained=False"
         )
     return kwargs
@@ -227,10 +208,10 @@ def get_network(name: str) -> Network:
     return _NETWORKS[name.split(".")[0]][1]
 
 
-def _has_own_weights(full: str) -> bool:
-    """Return whether pretrained weights of this name belong to a network of ours, not to its plain network."""
-    name = full.split(".")[0]
-    return name in _NETWORKS and get_network(name).plain is None
+def plain_network(name: str) -> str | None:
+    """Return the name of timm's network with whose weights fusion="add" begins, or None for other networks."""
+    name = name.split(".")[0]
+    return get_network(name).plain if name in _NETWORKS else None
 
 
 def imagenet_cfg(first_conv: str, classifier: str, **kwargs: Any) -> dict:
@@ -299,7 +280,7 @@ def build_network(
             variant, kwargs.get("pretrained_cfg"), kwargs.get("pretrained_cfg_overlay")
         )
         if not cfg.has_weights and not cfg.state_dict:
-            having = [name for name in list_pretrained() if _has_own_weights(name)]
+            having = [name for name in list_pretrained() if name.split(".")[0] in _NETWORKS]
             raise RuntimeError(
                 f"{variant} has no pretrained weights; create it with pretrained=False. "
                 f"Models of ea_vision that have them: {', '.join(having) or 'none yet'}"

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from ea_vision.layers import AugmentedConv2d
 from ea_vision.layers.recomputing import checkpoint
 from ea_vision.models._attention_config import AttentionConfig, ChainBuilder, to_size
-from ea_vision.models._build import Network, imagenet_cfg, register_networks, with_plain_weights
+from ea_vision.models._build import Network, imagenet_cfg, register_networks
 from ea_vision.models._network import ChainedNetwork
 from ea_vision.models._stages import Step, TensorStage, hand_on, run_conv, through
 from ea_vision.ops import Size
@@ -198,12 +198,6 @@ _NETWORKS = {
     "ea_aa_mnasnet_125": _mnasnet(1.25, _EA.format("1.25"), None, evolution="ea"),
     "ea_aa_mnasnet_140": _mnasnet(1.4, _EA.format("1.4"), None, evolution="ea"),
 }
-_CFGS = {}
-for _name, _network in _NETWORKS.items():
-    _cfg = imagenet_cfg("conv_stem", "classifier", interpolation="bicubic")
-    if _network.plain is None:
-        _CFGS[_name] = _cfg
-    else:
-        _CFGS |= with_plain_weights(_name, _network.plain, _cfg)
-default_cfgs = generate_default_cfgs(_CFGS)
+_cfg = imagenet_cfg("conv_stem", "classifier", interpolation="bicubic")
+default_cfgs = generate_default_cfgs(dict.fromkeys(_NETWORKS, _cfg))
 register_networks(__name__, AttnMnasNet, _NETWORKS)

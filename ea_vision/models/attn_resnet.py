@@ -42,7 +42,6 @@ from ea_vision.models._build import (
     register_networks,
     scenes_cfg,
     shipped_weights,
-    with_plain_weights,
 )
 from ea_vision.models._network import ChainedNetwork
 from ea_vision.models._stages import Step, TensorStage, hand_on, run_conv, through
@@ -334,6 +333,6 @@ for _name in SHIPPED:
     _CFGS[_name] = scenes_cfg("conv1", "fc", file=shipped_weights(_name))
 for _name, _network in _NETWORKS.items():
     if _network.plain is not None:
-        _CFGS |= with_plain_weights(_name, _network.plain, imagenet_cfg("conv1", "fc"))
+        _CFGS[_name] = imagenet_cfg("conv1", "fc")
 default_cfgs = generate_default_cfgs(_CFGS)
 register_networks(__name__, AttnResNet, _NETWORKS)

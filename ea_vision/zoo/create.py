@@ -15,6 +15,7 @@ from timm.layers import to_ntuple
 from torch import nn
 
 from ea_vision.base.errors import UsageError
+from ea_vision.models import plain_network
 from ea_vision.zoo.preparation import set_image_statistics
 from ea_vision.zoo.source import WEIGHTS, Source, check_model_name, kind_of
 from ea_vision.zoo.weights_file import check_finite, load_file, read_weights
@@ -203,7 +204,8 @@ def timm_model(name: str, *, pretrained: bool = False, **kwargs: Any) -> nn.Modu
         return timm.create_model(name, **kwargs)
     registered = timm.is_model(name)
     tagged = timm.models.is_model_pretrained(name) or timm.list_pretrained(f"{name}.*")
-    if registered and not tagged and not kwargs.get("pretrained_cfg_overlay"):
+    lacks_weights = registered and not tagged and plain_network(name) is None
+    if lacks_weights and not kwargs.get("pretrained_cfg_overlay"):
         raise UsageError(
             f"there are no pretrained weights of {name}: train it, or give a file by --pretrained-path"
         )

@@ -14,10 +14,11 @@ from typing import Any
 
 import timm
 import yaml
-from timm.models import is_model, is_model_pretrained, list_pretrained
+from timm.models import is_model, is_model_pretrained
 from torch import nn
 
 from ea_vision.base.errors import UsageError, near_matches
+from ea_vision.models import plain_network
 from ea_vision.models.note import read_note
 
 TARGET_HELP = (
@@ -136,7 +137,7 @@ def source_of(target: str, **kwargs: Any) -> Source:
         return Source(target, target, target, kwargs, pretrained=True)
     check_model_name(target, "or run folder ")
     # a network with fusion="add" begins with the weights of the plain network
-    begins = kwargs.get("fusion") == "add" and bool(list_pretrained(f"{target}.*"))
+    begins = kwargs.get("fusion") == "add" and plain_network(target) is not None
     return Source(target, target, target, kwargs, pretrained=begins or is_model_pretrained(target))
 
 

@@ -57,6 +57,8 @@ def test_a_timm_network_fills_what_fits(name, plain, options, tmp_path, caplog):
 
 RESNETS = [name for name in list_networks("attn_resnet") if get_network(name).plain]
 RESNETS = [name for name in RESNETS if "csan" not in name]
+OURS = set(list_networks())
+LISTED = [full for full in timm.list_pretrained() if full.split(".")[0] in OURS]
 NARROW = dict(layers=(1, 1, 2, 1), channels=(16, 32, 32, 32), num_classes=5)
 
 
@@ -84,18 +86,36 @@ def test_a_resnet_begins_with_timms_weights(name, tmp_path):
 def test_there_are_twelve_resnets_with_timms_weights():
     assert len(RESNETS) == 12
     for name in RESNETS:
-        plain = get_network(name).plain
         assert timm.get_pretrained_cfg(name).crop_pct == 0.875  # the published networks' own
-        tags = [full.removeprefix(f"{plain}.") for full in timm.list_pretrained(f"{plain}.*")]
-        assert timm.list_pretrained(f"{name}.*") == [f"{name}.{tag}" for tag in tags]
-        for tag in tags:
-            own = timm.get_pretrained_cfg(f"{name}.{tag}").to_dict()
-            timms = timm.get_pretrained_cfg(f"{plain}.{tag}").to_dict()
-            assert own.pop("architecture") == name
-            assert own.pop("description")
-            timms.pop("architecture")
-            timms.pop("description", None)
-            assert own == timms
+        assert timm.list_pretrained(f"{name}.*") == []  # without fusion they have none
+
+
+def states_of(cfg):
+    """Return the state of the network of timm's whose weights a configuration names, on the meta device."""
+    origin = cfg.hf_hub_id.removeprefix("timm/") if cfg.hf_hub_id else cfg.architecture
+    return timm.create_model(origin).state_dict()
+
+
+@pytest.mark.filterwarnings("ignore:.*which is a no-op")
+@pytest.mark.parametrize("full", LISTED)
+def test_every_listed_name_creates_with_pretrained_weights(full, monkeypatch):
+    """Weights that would be downloaded are replaced by the state of the network to which they belong."""
+    cfg = timm.get_pretrained_cfg(full)
+    downloads = []
+
+    def download(*_, **__):
+        downloads.append(full)
+        return states_of(cfg)
+
+    builder = timm.models._builder
+    for function in ("load_state_dict_from_hf", "load_state_dict_from_url"):
+        monkeypatch.setattr(builder, function, download)
+    for function in ("load_custom_from_hf", "load_custom_pretrained"):
+        monkeypatch.setattr(builder, function, lambda model, *_, **__: download())
+    with torch.device("meta"):
+        model = timm.create_model(full, pretrained=True)
+    assert bool(cfg.file) != bool(downloads)
+    assert model.pretrained_cfg["tag"] == cfg.tag
 
 
 @pytest.mark.parametrize("tag", ["", ".a2_in1k"])
@@ -125,7 +145,7 @@ def test_timms_hub_cache_and_configuration_are_used(tag, monkeypatch):
     assert torch.equal(loaded.conv1.weight, plain.conv1.weight)
 
 
-@pytest.mark.parametrize("name", ["ea_aa_resnet50", "aa_resnet34.a1_in1k", "ea_aa_mnasnet_075"])
+@pytest.mark.parametrize("name", ["ea_aa_resnet50", "aa_resnet34", "ea_aa_mnasnet_075"])
 def test_without_fusion_the_error_names_this_way(name):
     for options in ({}, {"fusion": "concat"}):
         with pytest.raises(UsageError) as error:
