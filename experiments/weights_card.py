@@ -37,6 +37,7 @@ from ea_vision.engine.train_cifar import CifarConfig
 from ea_vision.engine.train_imagenet import ClassFolders, ImageNetConfig
 from ea_vision.models.conv_transformer import CIFAR10
 from ea_vision.zoo.create import load_network
+from ea_vision.zoo.preparation import OPTIONS
 from ea_vision.zoo.source import source_of
 from ea_vision.zoo.weights_file import encode_weights
 
@@ -46,7 +47,6 @@ SHOWN_OPTIONS = """
     crop_padding crop_padding_mode cutout img_size first_img_size grow_epochs eval_resize crop_scale hflip aa mixup
     cutmix model_ema_decay amp channels_last
 """.split()
-EVALUATION_OPTIONS = ("img_size", "eval_img_size", "eval_resize", "interpolation")
 LOG = {"epoch": 0, "train_loss": 4, "top1": 2, "images_per_s": 0, "seconds": 0}  # digits
 
 
@@ -156,7 +156,7 @@ def check_command(name: str, config: dict, dataset: str, split: str) -> str:
         return f"python train_cifar.py --evaluate {name} --dataset {dataset} --data-dir DIR"
     recipe = asdict(resolve(ImageNetConfig, {"recipe": config["recipe"]}))
     changed = ""
-    for key in EVALUATION_OPTIONS:
+    for key in OPTIONS:
         if config[key] != recipe[key]:
             changed += f" --{key.replace('_', '-')} {config[key]}"
     return (

@@ -47,6 +47,8 @@ def evaluate_target(module: type[DataModule], target: str, given: dict) -> None:
         model.to(world.device)
         if config.channels_last:
             lay_out(model, torch.channels_last)
+        if source.weights is None:
+            data.follow(model, given)
         loader = data.eval_loader(**data.loader_keywords(model))
         tta = getattr(config, "tta", "none")  # an option of classifiers
         result = module.trainer.evaluate(model, loader, model.num_classes, world, config, tta=tta)
@@ -81,20 +83,20 @@ def options_of(schema: type, source: Source, given: dict) -> Any:
         if given.get("model", source.name) != source.name:
             raise UsageError(f"--evaluate {target} names the model, got --model {given['model']}")
         return resolve(schema, {**given, "model": source.name})
-    if source.run is None:
-        kwargs = {}
-        for key, value in source.kwargs.items():
-            if key not in DATA_KEYWORDS:
-                kwargs[key] = value
-        own = {"model": source.name, "model_kwargs": kwargs}
-        if "img_size" in source.kwargs:
-            own["img_size"] = source.kwargs["img_size"]
-        return resolve(schema, {**own, **given})
     trainer = trainer_of(source.options)
     if trainer and trainer != trainer_of(schema.rules()):
         raise UsageError(
             f"--evaluate {target} needs the trainer of this run: ea-vision {trainer} --evaluate {target}"
         )
+    if source.run is None:
+        kwargs = {}
+        for key, value in source.kwargs.items():
+            if key not in DATA_KEYWORDS:
+                kwargs[key] = value
+        own = {"model": source.name, "model_kwargs": kwargs, **source.options}
+        if "img_size" in source.kwargs:  # all that older releases' weights say
+            own.setdefault("img_size", source.kwargs["img_size"])
+        return resolve(schema, {**own, **given})
     for key in ("model", "model_kwargs"):
         if key in given and given[key] != source.options.get(key):
             raise UsageError(

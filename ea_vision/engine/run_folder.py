@@ -20,6 +20,7 @@ from ea_vision.base.files import atomic_write, create, csv_text
 from ea_vision.base.processes import World
 from ea_vision.models import EVOLVED, list_networks
 from ea_vision.models.note import NOTE, with_note
+from ea_vision.zoo.preparation import OPTIONS
 from ea_vision.zoo.source import CLASSIFICATION, CONFIG, FORMAT, SNAPSHOTS, WEIGHTS, read_config
 from ea_vision.zoo.weights_file import encode_weights
 
@@ -151,13 +152,14 @@ def read_metrics(folder: Path) -> dict[str, list[float]]:
 
 
 def note_of(folder: Path) -> dict[str, Any] | None:
-    """Return the note for a run's weights, from its config.yaml: the model's name and NOTE_ENTRIES; None without that
-    file."""
+    """Return the note for a run's weights, from its config.yaml: the model's name, NOTE_ENTRIES, and how images to
+    evaluate on are prepared; None without that file."""
     if not (folder / CONFIG).is_file():
         return None
     config, about = read_config(folder)
     entries = {key: about[key] for key in NOTE_ENTRIES if key in about}
-    return {"model": config.get("model"), **entries}
+    evaluation = {key: config[key] for key in OPTIONS if key in config}
+    return {"model": config.get("model"), **entries, "evaluation": evaluation}
 
 
 def _encode(folder: Path, weights: dict[str, Tensor], metadata: dict[str, str]) -> bytes:

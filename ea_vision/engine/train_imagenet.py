@@ -6,9 +6,11 @@ Started by torchrun it runs on several GPUs or machines; the same command contin
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +31,7 @@ from ea_vision.engine.classification import ClassificationConfig, Classification
 from ea_vision.engine.config import AUGMENT, DATA, EVALUATION, MODEL, RUN, option, setting
 from ea_vision.engine.data_module import DataModule
 from ea_vision.zoo.create import REFUSALS
+from ea_vision.zoo.preparation import OPTIONS, preparation_of
 
 DESCRIPTION = __doc__
 EXAMPLES = """\
@@ -337,6 +340,10 @@ class ClassFolders(DataModule):
             bad_images=self.bad_images,
             **keywords,
         )
+
+    def follow(self, model: nn.Module, given: Mapping[str, Any]) -> None:
+        if not given.keys() & {*OPTIONS, "recipe", "pretrained_path", "val_beton"}:
+            self.preparation = preparation_of(model)
 
     def loader_keywords(self, model: nn.Module) -> dict:
         config = self.config

@@ -232,13 +232,15 @@ def imagenet_cfg(first_conv: str, classifier: str, **kwargs: Any) -> dict:
     }
 
 
-# for 32x32 images, CIFAR-10's unless keywords say otherwise
+# for 32x32 images, CIFAR-10's unless keywords say otherwise, scaled as train-cifar does (`ea_vision.data.scaling`)
 cifar_cfg = partial(
     imagenet_cfg,
     num_classes=10,
     input_size=(3, 32, 32),
     pool_size=(4, 4),
     crop_pct=1.0,
+    crop_mode="rounded",
+    interpolation="bicubic",
     mean=(0.4914, 0.4822, 0.4465),
     std=(0.2470, 0.2435, 0.2616),
 )

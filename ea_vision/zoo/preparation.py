@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 PHOTO_SIDE = 512  # pixels of an image that is shown beside its maps
 SOLID_SIDE = 224  # pixels of the images of one colour on which a processor is measured
 COLOURS = ("black", "red", "lime", "blue")
+# of trainers, about the images to evaluate on
+OPTIONS = ("img_size", "eval_img_size", "eval_resize", "interpolation")
 Statistics = Sequence[float] | None
 
 
@@ -92,9 +94,11 @@ class Processed:
         square = (SOLID_SIDE, SOLID_SIDE)
         solid = [self._pixel_values(Image.new("RGB", square, colour)) for colour in COLOURS]
         self.size = tuple(solid[0].shape[1:])
-        middle = (slice(None), self.size[0] // 2, self.size[1] // 2)
-        black, *primaries = (x[middle] for x in solid)
-        colours = torch.stack(primaries, dim=1) - black[:, None]  # (3, 3): a column per colour
+        black, *primaries = (x.flatten(1) for x in solid)  # (3, H W) each
+        changes = torch.stack(primaries, dim=1) - black[:, None]  # (3, 3, H W)
+        place = changes.abs().sum((0, 1)).argmax()  # not of padding
+        colours = changes[..., place]  # a column per colour
+        black = black[:, place]
         white = colours.sum(1)
         own_mean = -black / white
         own_std = 1 / white
@@ -133,9 +137,7 @@ class Processed:
 
     def unnormalize(self, x: Tensor) -> Tensor:
         """Return the images in 0..1 of inputs (..., 3, H, W)."""
-        inverse = torch.linalg.pinv(self._colours).to(
-            x.device
-        )  # a processor may make all colours grey
+        inverse = torch.linalg.pinv(self._colours).to(x.device)  # some make all colours grey
         levels = x - self._black.to(x.device).view(3, 1, 1)
         return torch.einsum("oc,...chw->...ohw", inverse, levels)
 
@@ -253,13 +255,13 @@ def changed(
 
 
 def preparation_of_run(options: Mapping[str, Any], **statistics) -> Preparation | None:
-    """Return the preparation of the images on which a trainer evaluates, from its options; None if they are of neither
+    """Return the preparation of the images on which a trainer evaluates, from its OPTIONS; None if they are of neither
     train-imagenet nor train-cifar. statistics: mean and std."""
     if "eval_resize" in options:
         side = options["eval_img_size"] or options["img_size"]
         interpolation = options["interpolation"]
         return Preparation.cropped(side, options["eval_resize"], interpolation, **statistics)
-    if "crop_padding" in options:
+    if "img_size" in options and "anchors" not in options:
         return Preparation.filled(options["img_size"], **statistics)
     return None
 

@@ -80,7 +80,7 @@ class Source:
         kind: key of KINDS.
         weights: a file to load, or None.
         pretrained: whether building the network loads its weights.
-        options: of a run, else {}.
+        options: of a run, or those of its weights about the images to evaluate on, else {}.
         note: of a run or of weights, else {}: classes, mean, std, ...
         run: the folder, if the target is one or a file in one.
     """
@@ -207,6 +207,7 @@ def _of_file(path: Path) -> Source:
             kwargs=note["model_kwargs"],
             kind=note.get("task", CLASSIFICATION),
             weights=path,
+            options=note.get("evaluation", {}),
             note=note,
         )
     if is_model(path.stem):  # such as the weights that come with the package
