@@ -34,7 +34,6 @@ from ea_vision.ops.reference import (
     own_logits,
     readable,
     with_prefix,
-    within_windows,
 )
 
 _EVOLUTIONS: dict[str, type["Evolution"]] = {}
@@ -142,21 +141,13 @@ class EvolvingMaps(StepByStep):
     need_logits: whether another layer reads its logits.
     """
 
-    local = False  # whether a query sees only a part of the map, or other heads
-    window: Size | None = None
-    head_window = 1
-    head_border = "clip"
-
     def logits_of(self, q: Tensor, k: Tensor, feat_size: Size) -> Tensor:
         """Return the layer's logits before any evolution; see `StepByStep`."""
         return own_logits(q, k, None, None, self.scale, feat_size)
 
     def attention_of(self, logits: Tensor, feat_size: Size) -> Tensor:
-        """Return the probabilities of (evolved) logits, within the windows, of the same shape."""
-        if self.local:
-            wrap = self.head_border == "wrap"
-            logits = within_windows(logits, feat_size, self.window, self.head_window, wrap)
-        attn = logits.softmax(dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+        """Return the probabilities of (evolved) logits, mixed if the evolution mixes them."""
+        attn = super().attention_of(logits, feat_size)
         if self.evolution is not None and self.evolution.mixes_attn:
             attn = self.evolution.mix_attn(attn.to(logits.dtype))
         return attn

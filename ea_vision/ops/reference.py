@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ea_vision.ops.problem import Implementation, Problem, Size
-from ea_vision.ops.rel_pos import fit_rel_table
+from ea_vision.ops.rel_pos import by_position, fit_rel_table
 
 
 def relative_logits(q: Tensor, height_rel: Tensor, width_rel: Tensor) -> tuple[Tensor, Tensor]:
@@ -30,13 +30,8 @@ def relative_logits(q: Tensor, height_rel: Tensor, width_rel: Tensor) -> tuple[T
         width_logits (B, K, H, W, W): q_i . width_rel[col(j) - col(i)] by query pixel and key column.
     """
     H, W = q.shape[2:4]
-    if len(height_rel) != 2 * H - 1 or len(width_rel) != 2 * W - 1:
-        height_rel = fit_rel_table(height_rel, H)
-        width_rel = fit_rel_table(width_rel, W)
-    row = torch.arange(H, device=q.device)
-    col = torch.arange(W, device=q.device)
-    by_row = height_rel[row.unsqueeze(0) - row.unsqueeze(1) + H - 1]  # (H, H, D) by query and key
-    by_col = width_rel[col.unsqueeze(0) - col.unsqueeze(1) + W - 1]  # (W, W, D)
+    by_row = by_position(fit_rel_table(height_rel, H), H)  # (H, H, D)
+    by_col = by_position(fit_rel_table(width_rel, W), W)  # (W, W, D)
     height_logits = torch.einsum("bkhwd,hpd->bkhwp", q, by_row)
     width_logits = torch.einsum("bkhwd,wpd->bkhwp", q, by_col)
     return height_logits, width_logits
@@ -97,15 +92,10 @@ def evolve_logits(
         alpha, beta: gates: a number, or a tensor, () or (K) with one value per head. PA does not use beta.
         convolve: relu(conv(.)) of maps, or the identity.
     """
-    if isinstance(alpha, Tensor):
-        alpha = alpha.view(-1, 1, 1)
-    if isinstance(beta, Tensor):
-        beta = beta.view(-1, 1, 1)
-    # a gate that learns is float32: maps in half precision keep their dtype
     if predict:
-        return (alpha * convolve(prev_logits) + (1.0 - alpha) * logits).to(logits.dtype)
-    mixture = (alpha * prev_logits + (1.0 - alpha) * logits).to(logits.dtype)
-    return (beta * convolve(mixture) + (1.0 - beta) * mixture).to(logits.dtype)
+        return mixed(alpha, convolve(prev_logits), logits)
+    mixture = mixed(alpha, prev_logits, logits)
+    return mixed(beta, convolve(mixture), mixture)
 
 
 def among_patches(maps: Tensor, num_prefix_tokens: int) -> Tensor:
@@ -223,7 +213,10 @@ class StepByStep:
     evolved: (logits, prev_logits, feat_size) -> logits, replaces `evolution` in layers whose maps have padding.
     """
 
+    local = False  # whether a query sees only a part of the map, or other heads
+    window: Size | None = None
     head_window = 1
+    head_border = "clip"
     evolved: Callable[[Tensor, Tensor, Size], Tensor] | None = None
 
     def logits_of(self, q: Tensor, k: Tensor, feat_size: Size) -> Tensor:
@@ -232,8 +225,11 @@ class StepByStep:
         raise NotImplementedError
 
     def attention_of(self, logits: Tensor, feat_size: Size) -> Tensor:
-        """Return the probabilities of (evolved) logits, of the same shape."""
-        raise NotImplementedError
+        """Return the probabilities of (evolved) logits, within the windows, of the same shape."""
+        if self.local:
+            wrap = self.head_border == "wrap"
+            logits = within_windows(logits, feat_size, self.window, self.head_window, wrap)
+        return attention_of(logits)
 
     def attend_step_by_step(
         self,
@@ -295,7 +291,10 @@ class _ProblemSteps(StepByStep):
 
     def __init__(self, problem: Problem):
         self.problem = problem
+        self.local = problem.local
+        self.window = problem.window
         self.head_window = problem.head_window
+        self.head_border = problem.head_border
         self.evolution = None if problem.prev_logits is None else _ProblemEvolution(problem)
 
     def attn_drop(self, attn: Tensor) -> Tensor:
@@ -306,13 +305,6 @@ class _ProblemSteps(StepByStep):
         if p.head_window > 1:
             return neighbours_logits(q, k, *p.tables(), p.scale, feat_size, p.head_window)
         return own_logits(q, k, *p.tables(), p.scale, feat_size)
-
-    def attention_of(self, logits: Tensor, feat_size: Size) -> Tensor:
-        p = self.problem
-        if p.local:
-            wrap = p.head_border == "wrap"
-            logits = within_windows(logits, feat_size, p.window, p.head_window, wrap)
-        return attention_of(logits)
 
 
 class Reference(Implementation):

@@ -4,8 +4,6 @@ tests/ops/test_triton.py runs this file again in Triton's interpreter.
 """
 
 import ast
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -106,27 +104,3 @@ def test_matches_the_authors_layer(shared, name, implementation):
         assert_close(x, output, atol=1e-5, rtol=0)
         if need_logits:
             assert_close(logits, torch.from_numpy(case[f"logits.{i}"]), atol=1e-5, rtol=0)
-
-
-def test_the_readable_path_is_short():
-    """A layer by the reference, read call by call: at most 15 functions of three files."""
-    layer = AugmentedConv2d(
-        6, 10, dim_qk=8, dim_v=4, num_heads=2, feat_size=(4, 4), evolution=EvolvingAttention(2, 0.5)
-    )
-    x = torch.randn(2, 6, 4, 4)
-    prev = torch.randn(2, 2, 16, 16)
-    called = []
-
-    def note(frame, event, _):
-        file = Path(frame.f_code.co_filename)
-        if event == "call" and "ea_vision" in file.parts:
-            called.append(file.name)
-
-    with use_implementation("reference"), torch.no_grad():
-        sys.setprofile(note)
-        try:
-            layer(x, prev)
-        finally:
-            sys.setprofile(None)
-    assert len(called) <= 15, called
-    assert len(set(called)) <= 3, called
