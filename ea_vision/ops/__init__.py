@@ -9,7 +9,6 @@
 | triton         | chained attention (EA, PA), small maps, on CUDA  | anything N x N but the logits  |
 | sdpa           | unchained attention (AA) if its logits are not   | anything N x N                 |
 |                | needed: on CUDA for large maps, on mps, xpu, ... |                                |
-| flex           | windows of pixels and heads on CUDA              | anything N x N                 |
 | reference      | everywhere, readable torch                       |                                |
 
 The choice can be forced by argument, by `with use_implementation("reference")`, or by the environment variable
@@ -30,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ea_vision.base.errors import UsageError
-from ea_vision.ops import cpu, flex, head_norm, reference, sdpa, triton_attention
+from ea_vision.ops import cpu, head_norm, reference, sdpa, triton_attention
 from ea_vision.ops.problem import (
     Implementation,
     Problem,
@@ -41,15 +40,9 @@ from ea_vision.ops.problem import (
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
     each.name: each
-    for each in (
-        cpu.Cpu(),
-        triton_attention.Triton(),
-        sdpa.Sdpa(),
-        flex.Flex(),
-        reference.Reference(),
-    )
+    for each in (cpu.Cpu(), triton_attention.Triton(), sdpa.Sdpa(), reference.Reference())
 }
-BY_DEVICE = {"cpu": ("cpu",), "cuda": ("sdpa", "triton", "flex")}  # tried in this order
+BY_DEVICE = {"cpu": ("cpu",), "cuda": ("sdpa", "triton")}  # tried in this order
 OTHER_DEVICES = ("sdpa", "triton")  # mps, xpu, ...
 # AA with position tables prefers `triton` on maps of at most this many pixels: it makes half as many calls as `sdpa`,
 # which builds wider queries and keys, and needs no more memory. On larger maps the logits that `triton` keeps need too
@@ -239,22 +232,22 @@ def evolving_attention(
         q,
         k,
         v,
-        height_rel,
-        width_rel,
-        prev_logits,
-        weight,
-        bias,
-        _as_number(alpha),
-        _as_number(beta),
-        feat_size,
-        predict,
-        num_prefix_tokens,
-        scale,
-        dropout_p,
-        need_logits,
-        window,
-        head_window,
-        head_border,
+        height_rel=height_rel,
+        width_rel=width_rel,
+        prev_logits=prev_logits,
+        weight=weight,
+        bias=bias,
+        alpha=_as_number(alpha),
+        beta=_as_number(beta),
+        feat_size=feat_size,
+        predict=predict,
+        num_prefix_tokens=num_prefix_tokens,
+        scale=scale,
+        dropout_p=dropout_p,
+        need_logits=need_logits,
+        window=window,
+        head_window=head_window,
+        head_border=head_border,
     ).checked()
     if problem.prev_logits is not None and not torch.compiler.is_compiling():
         log_large_map(q.shape[1], problem.feat_size)
@@ -265,11 +258,11 @@ def evolving_attention(
         name = "reference"
     if name is None:
         return _choose(problem).forward(problem)
-    chosen = IMPLEMENTATIONS[_check_name(name, "implementation")]
-    reason = chosen.reason_against(problem)
+    requested = IMPLEMENTATIONS[_check_name(name, "implementation")]
+    reason = requested.reason_against(problem)
     if reason is not None:
         raise UsageError(f"implementation {name!r} cannot run this: {reason}")
-    return chosen.forward(problem)
+    return requested.forward(problem)
 
 
 def by_torch() -> bool:

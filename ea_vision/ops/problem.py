@@ -164,7 +164,6 @@ class Implementation:
 
     name = ""
     maps = True  # takes previous logits, and can return its own
-    dropout = True
     windows = False  # of pixels and heads
     fewer_keys = False  # takes M keys for N queries
 
@@ -175,10 +174,6 @@ class Implementation:
         queries = p.q.shape[2]
         reasons = (
             (p.local and not self.windows, "it has no windows"),
-            (
-                p.dropout_p > 0 and not self.dropout,
-                "it has no dropout on the attention probabilities",
-            ),
             (
                 keys != queries and not self.fewer_keys,
                 f"it needs as many keys as queries, got {keys} and {queries}",

@@ -109,7 +109,7 @@ def test_a_forced_implementation_never_gives_way_to_modules(how, reason, over_to
     args = [x, torch.randn(2, 2, 12, 12)]
     if over_tokens:
         args.append((4, 3))
-    for name in ("cpu", "triton", "sdpa", "flex"):
+    for name in ("cpu", "triton", "sdpa"):
         with use_implementation(name), pytest.raises(ValueError) as error:
             layer(*args)
         assert str(error.value) == f"implementation {name!r} cannot run this: {reason}"

@@ -7,15 +7,13 @@ from torch.testing import assert_close
 
 from ea_vision import ops
 from ea_vision.layers import AugmentedConv2d, EvolvingAttention
-from ea_vision.ops import evolving_attention, flex, use_implementation
-from ea_vision.ops.problem import Problem
+from ea_vision.ops import evolving_attention, use_implementation
 from ea_vision.recorder.recording import recordable_layers
 from tests.layers.oracle import assert_same, offsets, own_logits
 from tests.models.zoo import idle, layers_of
 from tests.recorder.networks import recorded
 
 D64 = torch.float64
-UNFUSED = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
 
 def within(size, window):
@@ -54,7 +52,6 @@ def problem(size, window, dim_qk=3, dim_v=2, relative=True):
     return [torch.randn(shape, dtype=D64, requires_grad=True) for shape in shapes]
 
 
-@UNFUSED
 @pytest.mark.parametrize(
     "size,window,head_window,head_border,relative",
     [
@@ -70,9 +67,8 @@ def problem(size, window, dim_qk=3, dim_v=2, relative=True):
     ],
 )
 def test_windows_are_their_definition_with_their_gradients(
-    monkeypatch, size, window, head_window, head_border, relative
+    size, window, head_window, head_border, relative
 ):
-    """By the reference and by FlexAttention, which has no backward on a CPU; its unfused form has one."""
     tensors = problem(size, window, relative=relative)
     form = dict(window=window, head_window=head_window, head_border=head_border)
     options = dict(form, feat_size=size, need_logits=False)
@@ -80,18 +76,6 @@ def test_windows_are_their_definition_with_their_gradients(
     expected = defined(*tensors[:3], *tables, size, **form)
     near = {"atol": 1e-12, "rtol": 1e-9}
     assert_same(evolving_attention(*tensors, **options)[0], expected, tensors, **near)
-    with torch.no_grad():
-        out, _ = evolving_attention(*tensors, implementation="flex", **options)
-    assert_close(out, expected.detach(), **near)
-    message = "'flex' cannot run this: it has no backward pass on a CPU"
-    with pytest.raises(ValueError, match=message):
-        evolving_attention(*tensors, implementation="flex", **options)
-    torchs = torch.nn.attention.flex_attention
-    monkeypatch.setattr(torchs, "_validate_device", lambda *tensors: None)
-    monkeypatch.setattr(torchs, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True, raising=False)
-    named = dict(zip(("q", "k", "v", "height_rel", "width_rel"), tensors, strict=False))
-    unfused, _ = flex.Flex().forward(Problem(**named, **options).checked())
-    assert_same(unfused, expected, tensors, **near)
 
 
 def test_what_an_implementation_cannot_do_is_named():
@@ -99,58 +83,35 @@ def test_what_an_implementation_cannot_do_is_named():
     prev = torch.zeros(2, 4, 20, 20, dtype=D64)
     form = {"feat_size": (4, 5), "window": 3, "need_logits": False}
     for by, reason, options in (
-        ("flex", "it runs attention in windows only", {"window": None}),
-        ("flex", "it has no place for previous logits", {"prev_logits": prev}),
-        ("flex", "it does not return logits", {"need_logits": True}),
+        ("sdpa", "it has no place for previous logits", {"window": None, "prev_logits": prev}),
+        ("sdpa", "it does not return logits", {"window": None, "need_logits": True}),
         ("sdpa", "it has no windows", {}),
         ("cpu", "it has no windows of heads", {"head_window": 3}),
     ):
         with pytest.raises(ValueError, match=f"'{by}' cannot run this: {reason}"):
             evolving_attention(*tensors, implementation=by, **{**form, **options})
-    wide = [t.detach() for t in problem((4, 5), (3, 3), dim_qk=250, dim_v=250)]
-    message = "it takes heads up to 256 wide, got 259 with positions and values of 250"
-    with pytest.raises(ValueError, match=message):
-        evolving_attention(*wide, implementation="flex", **form)
     with pytest.raises(ValueError, match="head_window must be 1 where maps evolve"):
         evolving_attention(*tensors, prev, **form, head_window=3)
 
 
-@UNFUSED
-def test_flex_attention_is_taken_where_it_can_and_the_log_says_so(monkeypatch, caplog):
-    """CUDA's order of implementations, on a CPU: if FlexAttention cannot run, the reference does; the log says why."""
+def test_a_gpus_order_ends_at_the_reference_and_the_log_says_so(monkeypatch, caplog):
+    """CUDA's order of implementations, on a CPU: neither of its kernels has windows."""
     monkeypatch.setitem(ops.BY_DEVICE, "cpu", ops.BY_DEVICE["cuda"])
     ops._logged.clear()
     layer = make(window=3, head_window=3)
-    x = torch.randn(2, 4, 5, 6, dtype=D64)
     with caplog.at_level("INFO"):
-        learning = layer(x)[0]
-        with torch.no_grad():
-            assert_close(layer(x)[0], learning)
-    before = "not sdpa: it has no windows; not triton: it has no windows"
+        layer(torch.randn(2, 4, 5, 6, dtype=D64))
     assert caplog.messages == [
-        f"evolving attention on cpu in torch.float64 by 'reference'; {before}; not flex: it has no backward pass on a "
-        "CPU",
-        f"evolving attention on cpu in torch.float64 by 'flex'; {before}",
+        "evolving attention on cpu in torch.float64 by 'reference'; not sdpa: it has no windows; not triton: it has no "
+        "windows"
     ]
 
 
-def test_the_mask_of_flex_attention_may_be_saved_for_a_later_backward_pass():
-    flex.block_mask.cache_clear()
-    with torch.inference_mode():
-        mask = flex.block_mask(4, (20, 28), (7, 7), 3, False, torch.device("cpu"))
-    assert not mask.kv_num_blocks.is_inference()
-    assert mask is flex.block_mask(4, (20, 28), (7, 7), 3, False, torch.device("cpu"))
-    assert mask.shape == (1, 4, 560, 3 * 560)
-    assert mask.sparsity() > 30  # percent of the blocks of keys are passed over
-
-
-@UNFUSED
-@pytest.mark.parametrize("implementation", ["reference", "flex"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_is_the_reference(dtype, implementation):
+def test_half_precision_is_the_reference(dtype):
     tensors = [t.detach().to(dtype) for t in problem((6, 6), (3, 3), dim_qk=8, dim_v=8)]
     form = {"feat_size": (6, 6), "window": 3, "head_window": 3, "need_logits": False}
-    half, _ = evolving_attention(*tensors, **form, implementation=implementation)
+    half, _ = evolving_attention(*tensors, **form)
     doubles = [t.double() for t in tensors]
     exact, _ = evolving_attention(*doubles, **form, implementation="reference")
     assert half.dtype == dtype

@@ -513,11 +513,6 @@ WRONG_SHAPES = [
             f"'cpu' {CANNOT} needs float32 or bfloat16, got torch.float64",
         ),
         (
-            AA_PROBLEM,
-            {"implementation": "flex", "dropout_p": 0.1, "window": 3},
-            f"'flex' {CANNOT} has no drop",
-        ),
-        (
             NO_TABLES,
             {"implementation": "cpu"},
             f"'cpu' {CANNOT} needs as many keys as queries, got 4 and 12",
