@@ -35,10 +35,12 @@ class DeployedProjection(Projection):
 class _Deployed:
     """A mixin for a layer's class: its attention for inference, see `make_portable`.
 
-    gain: (K, 1, 1), factor of the queries.
-    folded: the folded evolution, or None.
-    rows, cols: (S, D, S), in an augmented convolution: the position table by the query's and the key's row (column).
-    places: (H + W, N), the row and the column of each pixel, one-hot.
+    Attributes:
+        gain: (K, 1, 1), factor of the queries.
+        folded: the folded evolution, or None.
+        rows: (H, D, H), in an augmented convolution: the position table by the query's and the key's row.
+        cols: (W, D, W), likewise by column.
+        places: (H + W, N), the row and the column of each pixel, one-hot.
     """
 
     def _attend(
@@ -69,13 +71,11 @@ class _Deployed:
         B, K, N, D = q.shape
         H, W = feat_size
         q = q.transpose(1, 2)  # (B, N, K, D)
-        of_row = q.reshape(B, H, W * K, D)
-        of_pixel = q.reshape(B, H, W, K, D)
-        by_row = of_row @ self.rows
-        by_col = of_pixel @ self.cols
-        by_row = by_row.reshape(B, N, K, H)
-        by_col = by_col.reshape(B, N, K, W)
-        extended = torch.cat([q, by_row, by_col], 3)
+        row_terms = q.reshape(B, H, W * K, D) @ self.rows
+        column_terms = q.reshape(B, H, W, K, D) @ self.cols
+        row_terms = row_terms.reshape(B, N, K, H)
+        column_terms = column_terms.reshape(B, N, K, W)
+        extended = torch.cat([q, row_terms, column_terms], 3)
         return extended.transpose(1, 2)
 
 

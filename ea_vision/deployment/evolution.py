@@ -42,7 +42,8 @@ class FoldedEvolution(nn.Module):
              into the convolution (a factor >= 0 passes through ReLU), and the factor of own into the queries
         PA   |alpha| is folded into the last convolution, 1 - alpha into the queries
 
-    own_gain: (K, 1, 1) in float64, the factor of the queries.
+    Attributes:
+        own_gain: (K, 1, 1) in float64, the factor of the queries.
     """
 
     def __init__(self, evolution: EvolvingAttention | PredictiveAttention, num_heads: int):

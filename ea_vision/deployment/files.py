@@ -35,7 +35,8 @@ _SEAL = b"\x72\x4a\x0a\x06sha256\x12\x40"  # protobuf: an entry of metadata_prop
 class About:
     """The metadata of a file: how to prepare an image (timm's terms), and the names of the classes or None.
 
-    size: (height, width) in pixels.
+    Attributes:
+        size: (height, width) in pixels.
     """
 
     name: str
@@ -116,15 +117,15 @@ def _digest(data: bytes) -> bytes:
     return hashlib.sha256(data).hexdigest().encode()
 
 
-def sealed(proto, **said: str) -> bytes:
-    """Return the file of an onnx.ModelProto with `said` added to its metadata, and then the SHA-256 of these bytes.
+def sealed(proto, **metadata: str) -> bytes:
+    """Return the file of an onnx.ModelProto with `metadata` added to its metadata, and then the SHA-256 of these bytes.
 
     After onnxruntime's tools have converted a file (to float16 or 8 bits), this seals it again.
     """
     from onnx.helper import set_model_props
 
     kept = {entry.key: entry.value for entry in proto.metadata_props if entry.key != "sha256"}
-    set_model_props(proto, kept | said)
+    set_model_props(proto, kept | metadata)
     data = proto.SerializeToString()
     return data + _SEAL + _digest(data)
 
@@ -136,13 +137,13 @@ def write(program: torch.export.ExportedProgram, path: Path, about: About) -> No
         UsageError: the suffix is unknown, or packages are missing.
     """
     check_packages(path, "onnx", "onnxscript")
-    said = {key: json.dumps(value) for key, value in asdict(about).items()}
+    metadata = {key: json.dumps(value) for key, value in asdict(about).items()}
     if path.suffix.lower() == ".pt2":
         file = io.BytesIO()
-        torch.export.save(program, file, extra_files={"about.json": json.dumps(said)})
+        torch.export.save(program, file, extra_files={"about.json": json.dumps(metadata)})
         data = file.getvalue()
     else:
-        data = sealed(_onnx_model(program), **said)
+        data = sealed(_onnx_model(program), **metadata)
     atomic_write(path, data)
 
 
@@ -212,10 +213,10 @@ class ExportedNetwork(nn.Module):
         check_packages(path, "onnxruntime")
         with _named(f"cannot read {path}:"):
             open_file = _open_program if path.suffix.lower() == ".pt2" else _open_onnx
-            said, self.run = open_file(path)
+            metadata, self.run = open_file(path)
         with _named(f"{path} must be a network that ea-vision export wrote; its metadata lack"):
-            said = {"crop_mode": json.dumps("center"), **said}  # older files lack it
-            values = {field.name: json.loads(said[field.name]) for field in fields(About)}
+            metadata = {"crop_mode": json.dumps("center"), **metadata}  # older files lack it
+            values = {field.name: json.loads(metadata[field.name]) for field in fields(About)}
             about = About(**values)
             about = replace(about, size=tuple(about.size))
         with _named(

@@ -41,10 +41,10 @@ def _outputs_by_images(model: nn.Module) -> list[tuple[Tensor, list[Tensor]]]:
         UsageError: the network takes no size, or does not return tensors.
     """
     config = getattr(model, "pretrained_cfg", None) or {}
-    own = built_size(model) or (config.get("input_size") or ())[-2:]
+    stated = built_size(model) or (config.get("input_size") or ())[-2:]
     results = []
     usual = [(side, side) for side in USUAL_SIDES]
-    for size in [own] if own else usual:
+    for size in [stated] if stated else usual:
         images = example_images(model, size)
         try:
             outputs = model(images)
@@ -94,25 +94,25 @@ def _tensors(outputs: Any) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-def _difference(wanted: Sequence[Tensor], got: Sequence[Tensor]) -> float:
+def _difference(expected: Sequence[Tensor], got: Sequence[Tensor]) -> float:
     """Return the largest difference of two networks' outputs, relative to the largest number of each output."""
-    if [tensor.shape for tensor in wanted] != [tensor.shape for tensor in got]:
+    if [tensor.shape for tensor in expected] != [tensor.shape for tensor in got]:
         return math.inf
     parts = [torch.zeros((), dtype=torch.float64)]
-    for own, other in zip(wanted, got, strict=True):
-        if own.numel():
-            own = exact(own)
-            gap = (exact(other) - own).abs().max()
-            largest = own.abs().max().clamp(min=1e-6)
+    for output, other in zip(expected, got, strict=True):
+        if output.numel():
+            output = exact(output)
+            gap = (exact(other) - output).abs().max()
+            largest = output.abs().max().clamp(min=1e-6)
             parts.append(gap / largest)
     return float(torch.stack(parts).max())  # NaN if one of them is
 
 
 def _check_same(
-    original: nn.Module, copied: nn.Module, wanted: Sequence[tuple[Tensor, list[Tensor]]]
+    original: nn.Module, copied: nn.Module, expected: Sequence[tuple[Tensor, list[Tensor]]]
 ) -> None:
-    """Raise RunError if a copy's outputs differ from those wanted by more than 1e-3 of the largest number."""
-    for images, outputs in wanted:
+    """Raise RunError if a copy's outputs differ from those expected by more than 1e-3 of the largest number."""
+    for images, outputs in expected:
         difference = _difference(outputs, _tensors(copied(images)))
         most = max(LARGEST, 16 * torch.finfo(images.dtype).eps)
         if not difference <= most:
@@ -182,9 +182,9 @@ def deploy(model: nn.Module) -> nn.Module:
                 "a network in evaluation mode is required (model.eval()), got "
                 f"{name or type(model).__name__} in training mode"
             )
-    wanted = _outputs_by_images(model)
+    expected = _outputs_by_images(model)
     deployed = _copy(model)
     _prepare_attention(deployed)
     deployed.requires_grad_(False).eval()
-    _check_same(model, deployed, wanted)
+    _check_same(model, deployed, expected)
     return deployed

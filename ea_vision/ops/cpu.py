@@ -127,15 +127,15 @@ def _(q, k, v, *rest):
 
 def _gradients(inputs: list[Tensor | None], gates_learn: bool, *each: int) -> dict[str, Tensor]:
     """Return empty gradients by input name: (B, K, D, N) for q, k and v, and (*each, *shape) for parameters."""
-    made = {}
+    gradients = {}
     for name, x in zip(INPUTS, inputs, strict=False):
         if x is None or (name == "gates" and not gates_learn):
             continue
         shape = x.shape if name in BY_IMAGES else (*each, *x.shape)
         if name in "qkv":
             shape = x.transpose(2, 3).shape
-        made[name] = x.new_empty(shape)
-    return made
+        gradients[name] = x.new_empty(shape)
+    return gradients
 
 
 @operator("ea_vision::cpu_attention_backward")
@@ -249,17 +249,17 @@ class Cpu(Implementation):
             p.q,
             p.k,
             p.v,
-            _parameter(height_rel),
-            _parameter(width_rel),
-            prev,
-            _parameter(p.weight),
-            _parameter(p.bias),
-            _parameter(gates),
-            p.dropout_seed(),
-            p.scale,
-            p.dropout_p,
-            [kind, p.num_prefix_tokens, *p.feat_size, *window],
-            p.need_logits,
+            height_rel=_parameter(height_rel),
+            width_rel=_parameter(width_rel),
+            prev=prev,
+            weight=_parameter(p.weight),
+            bias=_parameter(p.bias),
+            gates=_parameter(gates),
+            seed=p.dropout_seed(),
+            scale=p.scale,
+            dropout_p=p.dropout_p,
+            sizes=[kind, p.num_prefix_tokens, *p.feat_size, *window],
+            need_logits=p.need_logits,
         )
         return out.transpose(2, 3), logits if p.need_logits else None
 

@@ -87,9 +87,9 @@ def _openmp(compiler: list[str]) -> list[str]:
 def _output_of(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace")
     if done.returncode:
-        said = done.stderr.strip()[-2000:]
+        message = done.stderr.strip()[-2000:]
         raise subprocess.SubprocessError(
-            f"{shlex.join(command)} ended with code {done.returncode}: {said}"
+            f"{shlex.join(command)} ended with code {done.returncode}: {message}"
         )
     return done.stdout
 

@@ -8,13 +8,14 @@ One equation in three forms. `readable` is the reference, has derivatives of eve
 Shape letters: B batch, K heads, D width of a head, N pixels.
 """
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ea_vision.ops.functions import differentiable_gradients, in_parts
-
 EPSILON = 1e-6
+CACHED_NUMBERS = 2**17  # half a megabyte in float32
 
 
 def _gains(gain: Tensor) -> Tensor:
@@ -57,20 +58,27 @@ def by_parts(qk: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
     return q, k
 
 
+def _in_parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Split tensors (B, ...) along the batch into parts that fit a CPU's cache."""
+    first = tensors[0]
+    images = max(1, len(first) * CACHED_NUMBERS // max(1, first.numel()))
+    return zip(*(tensor.split(images) for tensor in tensors), strict=True)
+
+
 class _ByParts(torch.autograd.Function):
     """The autograd function of `by_parts`; it also returns the rates."""
 
     @staticmethod
     def forward(qk: Tensor, gain: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        made = torch.empty_like(qk)
+        normalised = torch.empty_like(qk)
         wide_dtype = torch.promote_types(qk.dtype, torch.float32)
         rate = torch.empty_like(qk[:, :, :1], dtype=wide_dtype)
         gains = _gains(gain)
-        for x, to_made, to_rate in in_parts(qk, made, rate):
+        for x, to_normalised, to_rate in _in_parts(qk, normalised, rate):
             wide = x.to(wide_dtype, copy=True)
             to_rate.copy_(_rate(wide))
-            to_made.copy_(wide.mul_(to_rate * gains))
-        q, k = made.transpose(2, 3).chunk(2, dim=1)
+            to_normalised.copy_(wide.mul_(to_rate * gains))
+        q, k = normalised.transpose(2, 3).chunk(2, dim=1)
         return q, k, rate
 
     @staticmethod
@@ -83,15 +91,20 @@ class _ByParts(torch.autograd.Function):
     def backward(ctx, grad_q: Tensor, grad_k: Tensor, _) -> tuple[Tensor | None, Tensor | None]:
         """Return gradients, from y = rate * gain * x and d rate / dx = -rate**3 x / D."""
         qk, gain, rate = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            grads = (grad_q, grad_k)
-            return differentiable_gradients(readable, (qk, gain), ctx.needs_input_grad, grads)
+        if torch.is_grad_enabled():  # create_graph=True: the gradients are differentiated again
+            learns = [
+                x for x, needed in zip((qk, gain), ctx.needs_input_grad, strict=True) if needed
+            ]
+            outputs = readable(qk, gain)
+            grads = torch.autograd.grad(outputs, learns, (grad_q, grad_k), create_graph=True)
+            remaining = iter(grads)
+            return tuple(next(remaining) if needed else None for needed in ctx.needs_input_grad)
         gains = _gains(gain)
         grad_qk = torch.empty_like(qk)
         along = torch.empty_like(rate)
         grad_q = grad_q.transpose(2, 3)
         grad_k = grad_k.transpose(2, 3)
-        parts = in_parts(qk, rate, grad_q, grad_k, grad_qk, along)
+        parts = _in_parts(qk, rate, grad_q, grad_k, grad_qk, along)
         for x, r, from_q, from_k, to_qk, to_along in parts:
             x = x.to(rate.dtype)
             grad = torch.cat([from_q, from_k], dim=1).to(rate.dtype)

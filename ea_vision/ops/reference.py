@@ -30,10 +30,10 @@ def relative_logits(q: Tensor, height_rel: Tensor, width_rel: Tensor) -> tuple[T
         width_logits (B, K, H, W, W): q_i . width_rel[col(j) - col(i)] by query pixel and key column.
     """
     H, W = q.shape[2:4]
-    by_row = by_position(fit_rel_table(height_rel, H), H)  # (H, H, D)
-    by_col = by_position(fit_rel_table(width_rel, W), W)  # (W, W, D)
-    height_logits = torch.einsum("bkhwd,hpd->bkhwp", q, by_row)
-    width_logits = torch.einsum("bkhwd,wpd->bkhwp", q, by_col)
+    rows = by_position(fit_rel_table(height_rel, H), H)  # (H, H, D)
+    columns = by_position(fit_rel_table(width_rel, W), W)  # (W, W, D)
+    height_logits = torch.einsum("bkhwd,hpd->bkhwp", q, rows)
+    width_logits = torch.einsum("bkhwd,wpd->bkhwp", q, columns)
     return height_logits, width_logits
 
 
@@ -56,10 +56,10 @@ def own_logits(
     if height_rel is None or width_rel is None:
         return logits
     pixels = q.reshape(B, K, H, W, D)
-    by_row, by_col = relative_logits(pixels, height_rel.to(q.dtype), width_rel.to(q.dtype))
-    by_pixel = logits.view(B, K, H, W, H, W)
-    by_pixel = by_pixel + by_row.unsqueeze(-1) + by_col.unsqueeze(-2)
-    return by_pixel.view(B, K, N, N)
+    row_terms, column_terms = relative_logits(pixels, height_rel.to(q.dtype), width_rel.to(q.dtype))
+    pixel_logits = logits.view(B, K, H, W, H, W)
+    pixel_logits = pixel_logits + row_terms.unsqueeze(-1) + column_terms.unsqueeze(-2)
+    return pixel_logits.view(B, K, N, N)
 
 
 def mixed(gate: float | Tensor, one: Tensor, other: Tensor) -> Tensor:
@@ -129,10 +129,10 @@ def neighbours_logits(
     head_window: int,
 ) -> Tensor:
     """Return `own_logits` of each head's queries with the keys of its `neighbours`: (B, K, N, D) -> (B, K, N, S*N)."""
-    by_neighbour = []
+    neighbour_logits = []
     for keys in neighbours(k, head_window):
-        by_neighbour.append(own_logits(q, keys, height_rel, width_rel, scale, feat_size))
-    return torch.cat(by_neighbour, dim=-1)
+        neighbour_logits.append(own_logits(q, keys, height_rel, width_rel, scale, feat_size))
+    return torch.cat(neighbour_logits, dim=-1)
 
 
 def within_windows(
@@ -207,13 +207,18 @@ def attention_of(logits: Tensor) -> Tensor:
 class StepByStep:
     """Attention in readable torch, one step after another. Subclasses (layers, or a problem) define the steps.
 
-    evolution: (logits, prev_logits) -> logits, or None. If its attribute `spatial` is true, it also takes feat_size.
-    attn_drop: dropout on the probabilities.
-    head_window: number of neighbouring heads that a query sees.
-    evolved: (logits, prev_logits, feat_size) -> logits, replaces `evolution` in layers whose maps have padding.
+    Attributes:
+        evolution: (logits, prev_logits) -> logits, or None. If its attribute `spatial` is true, it also takes
+            feat_size.
+        attn_drop: dropout on the probabilities.
+        local: whether a query sees only a part of the map, or other heads.
+        window: (height, width) in pixels that a query sees, or None for the whole map.
+        head_window: number of neighbouring heads that a query sees.
+        head_border: "clip" or "wrap", see `evolving_attention`.
+        evolved: (logits, prev_logits, feat_size) -> logits, replaces `evolution` in layers whose maps have padding.
     """
 
-    local = False  # whether a query sees only a part of the map, or other heads
+    local = False
     window: Size | None = None
     head_window = 1
     head_border = "clip"

@@ -28,15 +28,15 @@ def folded(problem: Problem) -> tuple[Tensor, Tensor]:
         return q, k
     B, K, N, D = q.shape
     H, W = problem.feat_size
-    by_row, by_col = relative_logits(
+    row_terms, column_terms = relative_logits(
         q.reshape(B, K, H, W, D), height_rel.to(q.dtype), width_rel.to(q.dtype)
     )
     pixel = torch.arange(N, device=q.device)
     rows = F.one_hot(pixel // W, H).to(k.dtype).expand(B, K, N, H)
     cols = F.one_hot(pixel % W, W).to(k.dtype).expand(B, K, N, W)
-    by_row = by_row.reshape(B, K, N, H)
-    by_col = by_col.reshape(B, K, N, W)
-    return torch.cat([q, by_row, by_col], dim=-1), torch.cat([k, rows, cols], dim=-1)
+    row_terms = row_terms.reshape(B, K, N, H)
+    column_terms = column_terms.reshape(B, K, N, W)
+    return torch.cat([q, row_terms, column_terms], dim=-1), torch.cat([k, rows, cols], dim=-1)
 
 
 def widened(x: Tensor, width: int) -> Tensor:

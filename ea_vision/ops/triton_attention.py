@@ -159,8 +159,8 @@ def _shares(
         one_less_alpha = 1.0 - alpha or None
         one_less_beta = 1.0 - beta or None
     else:
-        by_head = torch.cat([gates, 1.0 - gates]).float()
-        alphas, betas, one_less_alpha, one_less_beta = by_head
+        factors = torch.cat([gates, 1.0 - gates]).float()
+        alphas, betas, one_less_alpha, one_less_beta = factors
     if predict and has_weight:
         return (alphas, None, one_less_alpha), None
     if predict or not has_weight or betas is None:
@@ -201,7 +201,7 @@ def _outputs(
     )
 
 
-def _given(x: Tensor) -> Tensor | None:
+def _unless_empty(x: Tensor) -> Tensor | None:
     return x if x.numel() else None
 
 
@@ -341,8 +341,8 @@ def _programs(q: Tensor, pixels: int) -> int:
 def _launch(kernel, tile: Tile, **arguments) -> None:
     """Run one program for each image and block of pixels, with the arguments that the kernel takes."""
     q = arguments["q"].data
-    by_keys = kernel.__name__ in BY_KEYS
-    programs = _programs(q, tile.keys if by_keys else tile.queries)
+    takes_keys = kernel.__name__ in BY_KEYS
+    programs = _programs(q, tile.keys if takes_keys else tile.queries)
     arguments |= {"I": tile.queries, "J": tile.keys}
     arguments = {name: x for name, x in arguments.items() if name in kernel.arg_names}
     limit = {"maxnreg": tile.registers} if tile.registers else {}
@@ -379,27 +379,13 @@ def _run_forward(
     )
     maps = common["maps"]
     dropout = common["dropout"]
-    S = common["S"]
 
-    def evolve(maps, conv, kept, own, dropout=None, logits=None, signs=None, out=None, lse=None):
-        tile = default_tile("evolve", S, conv is not None, out is not None)
-        _launch(
-            triton_kernels.evolve,
-            tile,
-            **common
-            | {
-                "maps": maps,
-                "conv": conv,
-                "kept": kept,
-                "own": own,
-                "dropout": dropout,
-                "logits": logits,
-                "signs": signs,
-                "out": out,
-                "lse": lse,
-                "S": S,
-            },
-        )
+    def evolve(maps, conv, kept, own, S=common["S"], dropout=None, **outputs):
+        """Run the kernel; outputs: the tensors to write, of logits, signs, out and lse."""
+        tile = default_tile("evolve", S, conv is not None, "out" in outputs)
+        unused = dict.fromkeys(("logits", "signs", "out", "lse"))
+        terms = {"maps": maps, "conv": conv, "kept": kept, "own": own, "S": S, "dropout": dropout}
+        _launch(triton_kernels.evolve, tile, **common | unused | terms | outputs)
 
     with torch.cuda.device_of(q):
         if mixing is not None:
@@ -408,13 +394,15 @@ def _run_forward(
             maps = mixed
         out, logits, lse, signs = _outputs(q, v, shares, prefix, save)
         # convolution and softmax of more than 8 heads do not fit into one kernel
+        result = {"dropout": dropout, "out": out, "lse": lse}
+        S = common["S"]
         if S.KP > 8 and shares[0] is not None:
             evolved = logits if save else _new_maps(q)
-            evolve(maps, *shares, logits=evolved, signs=_given(signs))
-            S = S._replace(GATED=False)
-            evolve(evolved, None, 1.0, None, dropout, out=out, lse=lse)
+            evolve(maps, *shares, logits=evolved, signs=_unless_empty(signs))
+            evolve(evolved, None, 1.0, None, S._replace(GATED=False), **result)
         else:
-            evolve(maps, *shares, dropout, _given(logits), _given(signs), out, lse)
+            maps_written = {"logits": _unless_empty(logits), "signs": _unless_empty(signs)}
+            evolve(maps, *shares, **maps_written, **result)
     return out, logits, lse, signs
 
 
@@ -474,7 +462,7 @@ def _softmax_backward(
         tile,
         **common,
         logits=_heads_last(logits),
-        signs=_given(signs),
+        signs=_unless_empty(signs),
         lse=lse,
         d_logits=_heads_last(d_logits),
         d_maps=g,
@@ -587,9 +575,9 @@ def _run_backward(
     _, prev_share, own_share = mixing if mixes else (None, 1.0, own)
     prev_share = 0.0 if prev_share is None else prev_share
     own_share = 0.0 if own_share is None else own_share
-    by_number = isinstance(own_share, float)
+    is_number = isinstance(own_share, float)
     # d_k comes from the stored d_prev = alpha * a; alpha 0 would lose it, so a is stored and d_prev cleared later
-    stored = prev_share if by_number and prev_share else 1.0
+    stored = prev_share if is_number and prev_share else 1.0
     n_tables = _count(height_rel, width_rel)
     n_gates = 0 if gates is None else q.shape[1]
     with torch.cuda.device_of(q):
@@ -608,8 +596,8 @@ def _run_backward(
         common |= {
             "maps": d_prev if mixes else g,
             "d_k": d_k,
-            "own": None if by_number else own_share,
-            "share": scale * own_share / stored if by_number else scale,
+            "own": None if is_number else own_share,
+            "share": scale * own_share / stored if is_number else scale,
             "stored": prev_share if mixes and gates is not None else None,
         }
         _launch(
@@ -633,7 +621,7 @@ def _run_backward(
     if d_prev is None:
         d_prev = q.new_empty(0)
     else:
-        if by_number and prev_share == 0.0:
+        if is_number and prev_share == 0.0:
             d_prev.zero_()
         d_prev = d_prev.permute(0, 3, 1, 2)
     return [d_q, d_k, d_v, d_tables, d_prev, d_weight, d_bias, d_gates]
@@ -691,10 +679,10 @@ def _differentiate(ctx, d_out, d_logits, d_lse, d_signs):
         d_height = d_height.view(height_rel.shape)
         d_width = d_width.view(width_rel.shape)
     gradients = *d_rows, d_height, d_width, d_prev, d_weight, d_bias, d_gates
-    made = []
+    input_gradients = []
     for x, gradient in zip(inputs[:9], gradients, strict=True):
-        made.append(None if x is None else gradient.to(x.dtype))
-    return (*made, *(None,) * 10)
+        input_gradients.append(None if x is None else gradient.to(x.dtype))
+    return (*input_gradients, *(None,) * 10)
 
 
 _forward.register_autograd(_differentiate, setup_context=_keep)
@@ -775,13 +763,14 @@ class Triton(Implementation):
         learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
         out, logits, _, _ = _forward(
             *inputs,
-            float(alpha),
-            float(beta),
-            p.predict,
-            float(p.scale),
-            float(p.dropout_p),
-            *p.feat_size,
-            p.num_prefix_tokens,
-            p.need_logits or learns,
+            alpha=float(alpha),
+            beta=float(beta),
+            predict=p.predict,
+            scale=float(p.scale),
+            dropout_p=float(p.dropout_p),
+            height=p.feat_size[0],
+            width=p.feat_size[1],
+            prefix=p.num_prefix_tokens,
+            save=p.need_logits or learns,
         )
         return out, logits if p.need_logits else None

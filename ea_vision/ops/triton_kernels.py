@@ -77,9 +77,9 @@ def _rows_by_warps(x, image, n0, I, S):
     pixel = n0 + row // (C * S.KP) * C + row % C
     rows = _load_rows(x, image, head, pixel, d, S)
     rows = _operand(rows, x.data.dtype.element_ty)
-    by_run = tl.reshape(rows, (I // C, S.KP, C, x.DP))
-    by_head = tl.permute(by_run, (1, 0, 2, 3))
-    return tl.reshape(by_head, (S.KP, I, x.DP))
+    run_first = tl.reshape(rows, (I // C, S.KP, C, x.DP))
+    head_first = tl.permute(run_first, (1, 0, 2, 3))
+    return tl.reshape(head_first, (S.KP, I, x.DP))
 
 
 @triton.jit
@@ -284,11 +284,11 @@ def _table(height_rel, width_rel, q, S):
     """Load the position tables (2H-1, D) and (2W-1, D), one after the other, padded with zeros: (TP, DP)."""
     t = tl.arange(0, S.TP)[:, None]
     d = tl.arange(0, q.DP)[None, :]
-    of_rows = (t < 2 * S.H - 1) & (d < q.D)
-    rows = tl.load(height_rel + t * q.D + d, mask=of_rows, other=0.0)
+    in_rows = (t < 2 * S.H - 1) & (d < q.D)
+    rows = tl.load(height_rel + t * q.D + d, mask=in_rows, other=0.0)
     t -= 2 * S.H - 1
-    of_columns = (t >= 0) & (t < 2 * S.W - 1) & (d < q.D)
-    columns = tl.load(width_rel + t * q.D + d, mask=of_columns, other=0.0)
+    in_columns = (t >= 0) & (t < 2 * S.W - 1) & (d < q.D)
+    columns = tl.load(width_rel + t * q.D + d, mask=in_columns, other=0.0)
     return _operand(rows + columns, q.data.dtype.element_ty)
 
 
@@ -297,8 +297,8 @@ def _for_each_head(x, S):
     """Repeat x (I, X) for each head: (KP*I, X)."""
     I: constexpr = x.shape[0]
     X: constexpr = x.shape[1]
-    by_head = tl.broadcast_to(x[None, :, :], (S.KP, I, X))
-    return tl.reshape(by_head, (S.KP * I, X))
+    repeated = tl.broadcast_to(x[None, :, :], (S.KP, I, X))
+    return tl.reshape(repeated, (S.KP * I, X))
 
 
 @triton.jit
@@ -314,15 +314,15 @@ def _queries(q, height_rel, width_rel, image, i, S):
     if S.RELATIVE:
         t = _table(height_rel, width_rel, q, S)
         flat = tl.reshape(qi, (KP * I, q.DP))
-        by_offset = _product(flat, tl.trans(t), S)  # (KP*I, TP)
+        offset_terms = _product(flat, tl.trans(t), S)  # (KP*I, TP)
         s = tl.arange(0, SP)[None, :]
         query = i[:, None]
         row_at = s - query // S.W + (S.H - 1)
         column_at = s - S.H - query % S.W + (2 * S.H + S.W - 2)
         at = tl.where(s < S.H, row_at, column_at)
         at = _for_each_head(tl.minimum(tl.maximum(at, 0), S.TP - 1), S)
-        by_position = tl.reshape(tl.gather(by_offset, at, 1), (KP, I, SP))
-        return qi, _operand(by_position, q.data.dtype.element_ty)
+        position_terms = tl.reshape(tl.gather(offset_terms, at, 1), (KP, I, SP))
+        return qi, _operand(position_terms, q.data.dtype.element_ty)
     else:
         return qi, qi
 
@@ -333,11 +333,11 @@ def _by_offset(d_products, i, STORE, S):
     I: constexpr = i.shape[0]
     t = tl.arange(0, S.TP)[None, :]
     query = i[:, None]
-    of_rows = t < 2 * S.H - 1
+    in_rows = t < 2 * S.H - 1
     row = t + query // S.W - (S.H - 1)
     column = t + query % S.W - (2 * S.H + S.W - 2) + S.H
-    s = tl.where(of_rows, row, column)
-    is_row = of_rows & (s >= 0) & (s < S.H)
+    s = tl.where(in_rows, row, column)
+    is_row = in_rows & (s >= 0) & (s < S.H)
     is_column = (t >= 2 * S.H - 1) & (s >= S.H) & (s < S.H + S.W)
     used = _for_each_head(is_row | is_column, S)
     s = _for_each_head(tl.minimum(tl.maximum(s, 0), S.SP - 1), S)
@@ -356,13 +356,13 @@ def _positions(j0, J, DTYPE, S):
 
 
 @triton.jit
-def _own(qi, by_position, k, image, j0, J, S):
+def _own(qi, position_terms, k, image, j0, J, S):
     """Return q times keys, plus position terms if RELATIVE, without the scale: (I, J, KP)."""
     keys = _rows_by_warps(k, image, j0, J, S)
-    own = _dot(qi, tl.permute(keys, (0, 2, 1)), None)
+    logits = _dot(qi, tl.permute(keys, (0, 2, 1)), None)
     if S.RELATIVE:
-        own = _dot(by_position, _positions(j0, J, qi.dtype, S), own)
-    return tl.permute(own, (1, 2, 0))
+        logits = _dot(position_terms, _positions(j0, J, qi.dtype, S), logits)
+    return tl.permute(logits, (1, 2, 0))
 
 
 @triton.jit
@@ -399,7 +399,7 @@ def evolve(
     i = i0 + tl.arange(0, I)
     head = tl.arange(0, S.KP)
     if own is not None:
-        qi, by_position = _queries(q, height_rel, width_rel, image, i, S)
+        qi, position_terms = _queries(q, height_rel, width_rel, image, i, S)
     conv_gate = _share(conv, S)
     kept_gate = _share(kept, S)
     own_gate = _share(own, S) * scale
@@ -436,7 +436,7 @@ def evolve(
         if kept is not None:
             s += kept_gate * here
         if own is not None:
-            s += own_gate * _own(qi, by_position, k, image, j0, J, S)
+            s += own_gate * _own(qi, position_terms, k, image, j0, J, S)
         s = s.to(STORE)  # what backward will read: the softmax takes the rounded logits
         _store_map(logits, image, at, s, inside, S)
         if out is not None:
@@ -517,8 +517,8 @@ def logits_backward(
         row_delta = tl.load(delta + row, mask=row_mask, other=0.0)
         do = _rows(d_out, image, i, S)
         # keys before queries: one product's result is the next one's operand without moving between registers
-        by_key = tl.permute(s, (2, 1, 0)).to(tl.float32)  # (KP, J, I)
-        p = tl.exp2(by_key * LOG2E - row_lse[:, None, :])
+        key_first = tl.permute(s, (2, 1, 0)).to(tl.float32)  # (KP, J, I)
+        p = tl.exp2(key_first * LOG2E - row_lse[:, None, :])
         dp = _dot(vj, tl.permute(do, (0, 2, 1)), None)
         seen = p  # by which the values were multiplied
         if dropout is not None:
@@ -563,9 +563,9 @@ def _add_weight_part(dw, d_conv, image, i0, j0, dy, m, I, J, S):
     row = tl.arange(0, I * J)[:, None]
     pixel = (row // C % GROUPS * RUNS + row // (C * GROUPS)) * C + row % C
     taps = _tap_row(d_conv, image, pixel, i0, j0, dy, J, True, S)
-    by_run = tl.reshape(taps, (RUNS, GROUPS, C, S.RP))
-    by_group = tl.permute(by_run, (1, 0, 2, 3))
-    taps = tl.reshape(by_group, (GROUPS, RUNS * C, S.RP))
+    run_first = tl.reshape(taps, (RUNS, GROUPS, C, S.RP))
+    group_first = tl.permute(run_first, (1, 0, 2, 3))
+    taps = tl.reshape(group_first, (GROUPS, RUNS * C, S.RP))
     return _dot(tl.permute(taps, (0, 2, 1)), m, dw)
 
 
@@ -602,7 +602,7 @@ def weight_backward(
     i = i0 + tl.arange(0, I)
     head = tl.arange(0, S.KP)[None, :]
     if own is not None:
-        qi, by_position = _queries(q, height_rel, width_rel, image, i, S)
+        qi, position_terms = _queries(q, height_rel, width_rel, image, i, S)
         own_gate = _share(own, S) * scale
         kept_gate = tl.reshape(_share(kept, S), (1, S.KP)) if S.GATED else kept
     db = tl.full((I * J, S.KP), 0.0, tl.float32)
@@ -610,7 +610,7 @@ def weight_backward(
 
     for j0 in range(0, S.N, J):
         if own is not None:
-            own_logits = own_gate * _own(qi, by_position, k, image, j0, J, S)
+            own_logits = own_gate * _own(qi, position_terms, k, image, j0, J, S)
             mixed = tl.reshape(own_logits, (I * J, S.KP))
         pixel = tl.arange(0, I * J)[:, None]
         row = i0 + pixel // J
@@ -731,11 +731,11 @@ def queries_backward(
         table = _table(height_rel, width_rel, q, S)
         dq += tl.reshape(_product(d_offset, table, S), (S.KP, I, q.DP))
     if d_alpha is not None:
-        by_head = tl.sum(tl.reshape(da, (I * J, S.KP)), 0)
+        head_sums = tl.sum(tl.reshape(da, (I * J, S.KP)), 0)
         products = _rows(q, image, i, S).to(tl.float32) * dq
-        by_head -= scale * tl.sum(tl.sum(products, 2), 1)
+        head_sums -= scale * tl.sum(tl.sum(products, 2), 1)
         head = tl.arange(0, S.KP)
-        tl.store(d_alpha + part + head, by_head, mask=head < S.K)
+        tl.store(d_alpha + part + head, head_sums, mask=head < S.K)
         own_gate = tl.permute(_share(own, S), (2, 0, 1))
         dq = own_gate * dq
     _store_rows(d_q, image, i, scale * dq, q.D, S)
