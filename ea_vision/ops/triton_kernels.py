@@ -191,17 +191,25 @@ def _weight_row(weight, share, dy, ADJOINT, STORE, S):
 
 
 @triton.jit
-def _convolve(maps, image, weight, share, i0, j0, I, J, ADJOINT, S):
+def _weight_rows(weight, share, ADJOINT, STORE, S):
+    """Load the matrices of all tap rows, once per program."""
+    KS: constexpr = S.KS
+    rows = ()
+    for dy in tl.static_range(KS):
+        rows += (_weight_row(weight, share, dy, ADJOINT, STORE, S),)
+    return rows
+
+
+@triton.jit
+def _convolve(maps, image, rows, i0, j0, I, J, S):
     """Convolve a tile of maps, KS x KS, same padding, heads -> heads: (I*J, KP) float32. ADJOINT: apply the adjoint; if
     GATED, to the maps times a share per head."""
     KS: constexpr = S.KS
-    STORE: constexpr = maps.dtype.element_ty
     out = tl.full((I * J, S.KP), 0.0, tl.float32)
     pixel = tl.arange(0, I * J)[:, None]
     for dy in tl.static_range(KS):
         taps = _tap_row(maps, image, pixel, i0, j0, dy, J, False, S)
-        row = _weight_row(weight, share, dy, ADJOINT, STORE, S)
-        out += _product(taps, row, S)
+        out += _product(taps, rows[dy], S)
     return out
 
 
@@ -403,6 +411,10 @@ def evolve(
     conv_gate = _share(conv, S)
     kept_gate = _share(kept, S)
     own_gate = _share(own, S) * scale
+    if conv is not None:
+        rows = _weight_rows(weight, None, False, STORE, S)
+        added = tl.load(bias + head, mask=head < S.K, other=0.0)
+        added = added.to(STORE).to(tl.float32)
     if out is not None:
         top = tl.full((S.KP, I), float("-inf"), dtype=tl.float32)
         total = tl.full((S.KP, I), 0.0, tl.float32)
@@ -417,9 +429,7 @@ def evolve(
         if kept is not None or (conv is not None and S.PREFIX > 0):
             here = _load_map(maps, image, at, inside, S).to(tl.float32)
         if conv is not None:
-            z = _convolve(maps, image, weight, None, i0, j0, I, J, False, S)
-            added = tl.load(bias + head, mask=head < S.K, other=0.0)
-            added = added.to(STORE).to(tl.float32)
+            z = _convolve(maps, image, rows, i0, j0, I, J, S)
             z = tl.reshape(z + added[None, :], (I, J, S.KP))
             passes = z > 0.0
             z = tl.maximum(z, 0.0)
@@ -682,7 +692,10 @@ def queries_backward(
     i = i0 + tl.arange(0, I)
     dq = _zeros(S.KP, I, q.DP)
     kept_gate = _share(kept, S)
+    conv_gate = _share(conv, S)
     da = _zeros(I, J, S.KP)
+    if conv is not None:
+        rows = _weight_rows(weight, conv, True, STORE, S)
     if S.RELATIVE:
         d_position = _zeros(S.KP, I, S.SP)
 
@@ -693,12 +706,12 @@ def queries_backward(
             g = _load_map(d_logits, image, at, inside, S).to(tl.float32)
         a = _zeros(I, J, S.KP)
         if conv is not None:
-            a = _convolve(d_conv, image, weight, conv, i0, j0, I, J, True, S)
+            a = _convolve(d_conv, image, rows, i0, j0, I, J, S)
             a = tl.reshape(a, (I, J, S.KP))
             if S.PREFIX > 0:
                 past = _load_map(d_conv, image, at, inside, S).to(tl.float32)
                 if S.GATED:
-                    past = _share(conv, S) * past
+                    past = conv_gate * past
                 a = tl.where(_among_patches(i, j, S), a, past)
         if kept is not None:
             a += kept_gate * g
@@ -761,11 +774,12 @@ def keys_backward(q, maps, d_k, share, own, stored, S: constexpr, I: constexpr, 
     image, j0 = _block(J, S)
     j = j0 + tl.arange(0, J)
     dk = _zeros(S.KP, J, q.DP)
+    stored_gate = _share(stored, S)
     for i0 in range(0, S.N, I):
         at, inside = _map_tile(i0 + tl.arange(0, I), j, S)
         m = _load_map(maps, image, at, inside, S)
         if stored is not None:
-            multiplied = _share(stored, S) * m.to(tl.float32)
+            multiplied = stored_gate * m.to(tl.float32)
             _store_map(maps, image, at, multiplied, inside, S)
         m = tl.permute(_operand(m, maps.dtype.element_ty), (2, 1, 0))
         dk = _dot(m, _rows_by_warps(q, image, i0, I, S), dk)
