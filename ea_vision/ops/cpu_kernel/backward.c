@@ -48,10 +48,7 @@ static void softmax_gradients(const image *g, workspace *w, int begin, int end) 
     const int gated = p->d_gates && (p->weight || p->kind == PREDICT);
     if (convolve_again) convolve_block(g, w, begin, end);
     if (!p->logits)
-        for (int i = begin; i < end; i++) {
-            made[i - begin] = finish_logits(g, w, i, i - begin) + MARGIN;
-            for (int head = 0; head < p->K; head++) round_row(g, made[i - begin] + head * g->P);
-        }
+        for (int i = begin; i < end; i++) made[i - begin] = finish_logits(g, w, i, i - begin) + MARGIN;
     for (int head = 0; head < p->K; head++) {
         const long value = (long)head * p->E * g->Np, query = query_of(g, head, 0);
         const float share = p->kind == MIX ? beta_of(p, head) : alpha_of(p, head);

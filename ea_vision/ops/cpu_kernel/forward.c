@@ -58,8 +58,11 @@ static void attend_row(const image *g, float *rows, int i, int begin, int end) {
         const long query = query_of(g, head, i);
         float *norm = p->norm + 2 * query;
         const int next = (head + 1) % p->K; /* whose logits are written next */
-        round_row(g, l);
-        if (p->logits) write_floats(at(p->logits, map_element(g, head, i), p->dtype), l, g->N, p->dtype);
+        if (p->logits) { /* the softmax takes the logits as they are stored, rounded: backward reads these */
+            void *stored = at(p->logits, map_element(g, head, i), p->dtype);
+            write_floats(stored, l, g->N, p->dtype);
+            if (p->dtype != FLOAT32) read_floats(l, stored, g->N, p->dtype);
+        }
         hide(g, l, i);
         float sum = weigh_row(g, head, i, l, 0.0f, total, attn, soon(g, p->logits, next, i + !next, l));
         norm[0] = 0;

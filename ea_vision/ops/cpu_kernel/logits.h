@@ -255,10 +255,3 @@ static void hide(const image *g, float *l, int i) {
         for (int j = right; j < p->W; j++) l[j] = -INFINITY;
     }
 }
-
-/* Rounds logits to the dtype in which they are (or would be) stored: the softmax takes these. */
-static void round_row(const image *g, float *l) {
-    if (g->p->dtype == FLOAT32) return;
-    write_floats(g->previous, l, g->N, g->p->dtype);
-    read_floats(l, g->previous, g->N, g->p->dtype);
-}
