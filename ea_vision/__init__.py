@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 from ea_vision.base.errors import UsageError
+from ea_vision.base.lazy import import_later
 
 __version__ = "1.0.0"
 
@@ -27,9 +28,7 @@ _LISTING = _COMMAND and sys.argv[1:] in ([], ["-h"], ["--help"], ["--version"])
 try:
     if not _LISTING:
         from ea_vision import models  # registers the networks
-        from ea_vision.deployment import deploy
         from ea_vision.models import evolve, unevolve
-        from ea_vision.recorder.recording import record_attention
 
         for _module in filter(None, os.environ.get("EA_VISION_IMPORT", "").split(",")):
             try:
@@ -49,49 +48,15 @@ except (KeyboardInterrupt, UsageError) as _error:
     sys.exit(2 if isinstance(_error, UsageError) else 130)
 
 
-def load(target: str, **kwargs):
-    """Load a network; see `ea_vision.zoo.loaded.load`."""
-    from ea_vision.zoo.loaded import load
-
-    return load(target, **kwargs)
-
-
-def preprocess(model, image, processor=None, mean=None, std=None):
-    """Return a network's input (1, 3, H, W) for an image: that of its evaluation, predict, the probe and the figures.
-
-    Args:
-        model: a network of timm's, torchvision's or transformers'; or a target as `load` takes it.
-        image: a file, a PIL image or an array (H, W, 3).
-        processor: an image processor of transformers, its path or name; default: the one saved with the weights.
-        mean, std: three numbers each, for images in 0..1; default: the network's.
-
-    Raises:
-        UsageError: no such model, no image, or a processor that does not make one image of three channels.
-    """
-    from ea_vision.recorder.inputs import as_image
-    from ea_vision.zoo.loaded import as_model
-
-    loaded = as_model(model, processor=processor, mean=mean, std=std)
-    return loaded.input_of(as_image(image))[None]
-
-
-def from_pretrained(folder: str, **kwargs):
-    """Load a model of transformers that `save_pretrained` wrote, with its evolution.
-
-    Args:
-        folder: a folder, or a name on the hub.
-        **kwargs: those of transformers' `from_pretrained`.
-
-    Raises:
-        UsageError: the configuration names no evolution.
-    """
-    from ea_vision.models import huggingface
-
-    return huggingface.from_pretrained(folder, **kwargs)
-
-
-def __getattr__(name: str):
-    """Import ea_vision.visualize when it is first named: training needs no matplotlib."""
-    if name != "visualize":
-        raise AttributeError(f"module 'ea_vision' has no attribute {name!r}")
-    return importlib.import_module("ea_vision.visualize")
+# training needs neither these nor matplotlib
+__getattr__, __dir__ = import_later(
+    __name__,
+    {
+        "deploy": "ea_vision.deployment:deploy",
+        "from_pretrained": "ea_vision.zoo.create:from_pretrained",
+        "load": "ea_vision.zoo.loaded:load",
+        "preprocess": "ea_vision.zoo.loaded:preprocess",
+        "record_attention": "ea_vision.recorder.recording:record_attention",
+        "visualize": "ea_vision.visualize",
+    },
+)

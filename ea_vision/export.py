@@ -29,8 +29,8 @@ from ea_vision.deployment.files import (
     write,
 )
 from ea_vision.deployment.fold import LARGEST
-from ea_vision.recorder.inputs import find_images, read_image
 from ea_vision.recorder.selection import add_options
+from ea_vision.zoo.inputs import find_images, read_image
 from ea_vision.zoo.loaded import LoadedModel, check_classifies, load_model
 from ea_vision.zoo.source import TARGET_HELP
 

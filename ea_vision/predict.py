@@ -25,9 +25,9 @@ from torchvision.transforms.v2.functional import pil_to_tensor, to_pil_image
 from ea_vision.base.devices import choose_device
 from ea_vision.base.errors import CommandParser, UsageError
 from ea_vision.base.files import atomic_write, check_keeps_images, check_output, create, write_json
-from ea_vision.data.image_files import IMAGE_SUFFIXES
-from ea_vision.recorder.inputs import ImageSource, as_image, find_images, read_image
+from ea_vision.data.image_names import IMAGE_SUFFIXES
 from ea_vision.recorder.selection import add_options, positive
+from ea_vision.zoo.inputs import ImageSource, as_image, find_images, read_image
 from ea_vision.zoo.loaded import LoadedModel, load_model
 from ea_vision.zoo.source import TARGET_HELP
 

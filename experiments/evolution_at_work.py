@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from ea_vision.base.errors import UsageError, exit_code
-from ea_vision.recorder.inputs import find_images, read_image
 from ea_vision.recorder.quantities import total_variation
 from ea_vision.recorder.recording import PARTS
 from ea_vision.recorder.selection import parse_layers
@@ -27,6 +26,7 @@ from ea_vision.visualize.figure_options import check_output, save
 from ea_vision.visualize.image_maps import add_own_alone, record
 from ea_vision.visualize.map_style import MapStyle
 from ea_vision.visualize.tiles import OWN_ALONE, Recording, cell_of
+from ea_vision.zoo.inputs import find_images, read_image
 from ea_vision.zoo.loaded import load_model
 
 PHOTOS = 200  # of --typical, at most

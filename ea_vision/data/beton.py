@@ -16,7 +16,8 @@ import torch
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import write_json
-from ea_vision.data.image_files import MAX_PIXELS, BrokenImage, check_classes, fingerprint
+from ea_vision.data.decoding import MAX_PIXELS, BrokenImage
+from ea_vision.data.image_files import check_classes, fingerprint
 
 HELP = """Debian, Ubuntu: apt-get install libturbojpeg0-dev libopencv-dev pkg-config && pip install ffcv; \
 conda: conda install -c conda-forge opencv libjpeg-turbo pkg-config compilers && pip install ffcv; or \

@@ -1,4 +1,4 @@
-"""Image files in class folders and tars: finding them, their classes, and decoding.
+"""Image files in class folders and tars, and their classes.
 
 The class is the first folder of a name, so class/images/x.jpg belongs to `class`; a folder that holds all the others
 does not count (train.tar with train/class/x.jpg). Links in folders are followed. In a tar of tars (ImageNet's own
@@ -9,22 +9,21 @@ skipped (`image_names`). timm's readers, which could do most of this, read a tar
 """
 
 import contextlib
-import functools
 import hashlib
 import io
 import logging
-import multiprocessing
 import os
-import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from ea_vision.base.errors import UsageError
 from ea_vision.data import ilsvrc
+from ea_vision.data.decoding import BrokenImage, decode_image
+from ea_vision.data.folders import walk_images
 from ea_vision.data.image_names import (
     IMAGE_SUFFIXES,
     displayable,
@@ -38,75 +37,6 @@ from ea_vision.data.shards import shard_labels
 from ea_vision.data.tars import list_tar, read_span
 
 log = logging.getLogger(__name__)
-# Pillow's names; no other format is ever decoded.
-IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "PPM", "TIFF")
-MAX_PIXELS = 100_000_000  # of an image
-TWELVE_BITS = 4096  # one more than the largest value of 12 bits
-
-
-class BrokenImage(ValueError):
-    """An image that cannot be decoded, or is too large; the message says why."""
-
-
-def decode_image(file: str | Path | BinaryIO, name: str = "") -> Image.Image:
-    """Decode a file to 8-bit RGB. The size is checked before pixels are decoded. Alpha is dropped and EXIF orientation
-    ignored, as in timm and torchvision, whose published accuracies are without them.
-
-    name: of the image in messages; default: the path.
-
-    Raises:
-        BrokenImage: it has more than MAX_PIXELS, cannot be decoded, or has none of IMAGE_FORMATS.
-    """
-    limit = f"must have at most {MAX_PIXELS / 1e6:g} megapixels"
-    try:
-        with Image.open(file, formats=IMAGE_FORMATS) as image:
-            if image.width * image.height > MAX_PIXELS:
-                raise BrokenImage(f"{limit}, got {image.width}x{image.height}")
-            return to_rgb(image, name or image.filename)
-    except BrokenImage:
-        raise
-    except Image.DecompressionBombError as error:
-        raise BrokenImage(f"{limit}: {error}") from error
-    except UnidentifiedImageError as error:  # whose own text may name an object in memory
-        raise BrokenImage(
-            "UnidentifiedImageError: cannot identify image file, which must be one of "
-            f"{', '.join(IMAGE_FORMATS)}"
-        ) from error
-    except Exception as error:  # Pillow's readers raise many kinds on damaged bytes
-        raise BrokenImage(f"{type(error).__name__}: {error}") from error
-
-
-def to_rgb(image: Image.Image, name: str = "") -> Image.Image:
-    """Decode and convert to 8-bit RGB, without alpha. 16-bit grey keeps its upper 8 bits (Pillow would clip it at 255).
-
-    Raises:
-        BrokenImage: 32-bit integers or floating-point numbers, since no file says which value is white.
-    """
-    if image.mode == "La":  # Pillow converts it to nothing else
-        image = image.convert("LA")
-    if image.mode == "F" or (image.mode == "I" and image.format == "TIFF"):
-        raise BrokenImage(
-            f"must have 8 or 16 bits per channel, got pixels of Pillow's mode {image.mode}"
-        )
-    if image.mode == "I" or image.mode.startswith("I;16"):
-        values = np.asarray(image).astype(np.int64)
-        if 0 < values.max() < TWELVE_BITS and multiprocessing.parent_process() is None:
-            _say_dark(str(name), all_black=values.max() <= 255)
-        image = Image.fromarray((values >> 8).clip(0, 255).astype(np.uint8))
-    return image.convert("RGB")
-
-
-@functools.cache
-def _say_dark(name: str, all_black: bool) -> None:
-    """Log, once per file, that an image may use only 12 or 8 of its 16 bits."""
-    if all_black:
-        seen = "above 255: if its values are of 8 bits, it will be black; save it with 8 bits"
-    else:
-        seen = (
-            f"of {TWELVE_BITS} or more: if it was taken with 12 bits, it will look much too dark; "
-            "multiply its values by 16"
-        )
-    log.warning("image %s has 16 bits per channel and no value %s", name or "without a name", seen)
 
 
 class Entry(NamedTuple):
@@ -249,7 +179,7 @@ def _entries_of(source: Path) -> list[Entry]:
     """
     hidden: set[str] = set()
     if source.is_dir():
-        entries = list(_walk(source, hidden))
+        entries = [Entry(name, None, 0, size, "") for name, size in walk_images(source, hidden)]
         tars = sorted(tar for tar in source.glob("*.tar") if not hidden_part(tar.name))
         if entries and tars:
             log.warning(
@@ -267,65 +197,6 @@ def _entries_of(source: Path) -> list[Entry]:
             f"{source} has no images: class/name with a suffix of {', '.join(IMAGE_SUFFIXES)} is required"
         )
     return entries
-
-
-def list_images(folder: str | Path) -> list[str]:
-    """Return the paths of the images below a folder, in the order of their names; log how many hidden ones there are.
-
-    Raises:
-        OSError: a folder cannot be read.
-    """
-    hidden: set[str] = set()
-    names = [entry.name for entry in _walk(Path(folder), hidden)]
-    if hidden:
-        log.warning(said_of_hidden(folder, hidden))
-    return sorted(os.path.join(folder, name) for name in names)
-
-
-def _walk(root: Path, hidden: set[str]) -> Iterator[Entry]:
-    """Yield the images below a folder; a broken link has 0 bytes. Skipped names are added to `hidden`.
-
-    Raises:
-        OSError: a folder cannot be read.
-    """
-    for folder, folders, files in os.walk(root, followlinks=True, onerror=_raise):
-        inside = os.path.relpath(folder, root).replace(os.sep, "/")
-        prefix = "" if inside == "." else f"{inside}/"
-        visible = []
-        for name in folders:
-            if hidden_part(name) or _leads_back(folder, name):
-                hidden.add(prefix + name)
-            else:
-                visible.append(name)
-        folders[:] = visible
-        for name in filter(is_image_name, files):
-            size = -1 if hidden_part(name) else _size_of(os.path.join(folder, name))
-            if size < 0:
-                hidden.add(prefix + name)
-            else:
-                yield Entry(prefix + name, None, 0, size, "")
-
-
-def _raise(error: OSError) -> None:
-    raise error
-
-
-def _leads_back(folder: str, name: str) -> bool:
-    """Return whether a folder is a link to one that contains it, so that its images would be listed without end."""
-    path = os.path.join(folder, name)
-    if not os.path.islink(path):
-        return False
-    target = os.path.realpath(path)
-    return f"{os.path.realpath(folder)}{os.sep}".startswith(f"{target}{os.sep}")
-
-
-def _size_of(path: str) -> int:
-    """Return the bytes of a file; 0 for a broken link; -1 for a pipe or device, since reading it could block."""
-    try:
-        about = os.stat(path)
-    except OSError:  # reported when the image is read
-        return 0
-    return about.st_size if stat.S_ISREG(about.st_mode) else -1
 
 
 def _entries_of_tar(path: Path, prefix: str, hidden: set[str]) -> list[Entry]:

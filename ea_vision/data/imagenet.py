@@ -28,7 +28,7 @@ from ea_vision.base.processes import end_with_parent, start_method, workers_watc
 from ea_vision.data.augment import normalize
 from ea_vision.data.bad_images import BadImages
 from ea_vision.data.batches import Batch, Loader, epoch_generator, sent
-from ea_vision.data.image_files import BrokenImage
+from ea_vision.data.decoding import BrokenImage
 from ea_vision.data.scaling import Size, pixels_of
 
 AHEAD = 2  # batches that each worker prepares

@@ -9,7 +9,8 @@ import timm.data
 from PIL import Image
 
 from ea_vision.base.errors import UsageError
-from ea_vision.data.image_files import BrokenImage, check_classes, decode_image, fingerprint, to_rgb
+from ea_vision.data.decoding import BrokenImage, decode_image, to_rgb
+from ea_vision.data.image_files import check_classes, fingerprint
 
 # Names of a split on the hub; the first that exists counts.
 HUB_SPLITS = {"train": ("train",), "validation": ("validation", "valid", "val", "dev", "test")}

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from ea_vision.data.image_files import MAX_PIXELS, BrokenImage
+from ea_vision.data.decoding import MAX_PIXELS, BrokenImage
 
 Size = tuple[int, int]  # height, width in pixels
 ROUNDED = "rounded"

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ea_vision.base.errors import UsageError, extra_required
 from ea_vision.base.files import cache_root
-from ea_vision.data.image_files import BrokenImage, ImageFiles, fingerprint
+from ea_vision.data.decoding import BrokenImage
+from ea_vision.data.image_files import ImageFiles, fingerprint
 from ea_vision.data.scaling import Scaling
 from ea_vision.data.splits import find_split
 

@@ -20,7 +20,8 @@ from psutil import pid_exists
 from ea_vision.base.errors import CommandParser, RunError, UsageError
 from ea_vision.base.files import check_output
 from ea_vision.data.beton import Evaluated, read_tables, require_ffcv, sidecar, write_about
-from ea_vision.data.image_files import BrokenImage, ImageFiles
+from ea_vision.data.decoding import BrokenImage
+from ea_vision.data.image_files import ImageFiles
 from ea_vision.data.scaling import Scaling
 from ea_vision.data.splits import find_split
 

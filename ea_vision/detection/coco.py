@@ -16,7 +16,7 @@ from torchvision import tv_tensors
 from torchvision.ops import box_convert
 
 from ea_vision.base.errors import UsageError
-from ea_vision.data.image_files import BrokenImage, decode_image
+from ea_vision.data.decoding import BrokenImage, decode_image
 from ea_vision.detection.coco_json import read_coco
 
 COCO_YEARS = ("2017", "2014")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ea_vision.base import devices
 from ea_vision.base.errors import UsageError
-from ea_vision.data.image_files import MAX_PIXELS
+from ea_vision.data.decoding import MAX_PIXELS
 from ea_vision.ops import Size
 from ea_vision.recorder.maps import Query
 from ea_vision.recorder.recording import AttentionLayer, recordable_layers

@@ -22,15 +22,23 @@ once and pass the recording to the modules' draw_* functions. Heads are counted 
 (y, x) in pixels of the input.
 """
 
-from ea_vision.visualize.explore import show_page
-from ea_vision.visualize.heatmap import plot_heatmap
-from ea_vision.visualize.image_maps import record
-from ea_vision.visualize.implicit import input_jacobian, plot_jacobian, plot_sampling
-from ea_vision.visualize.map_style import MapStyle
-from ea_vision.visualize.matrix import plot_matrix
-from ea_vision.visualize.rollout import plot_rollout
-from ea_vision.visualize.statistics import plot_statistics
-from ea_vision.visualize.strip import plot_strip
-from ea_vision.visualize.tiles import Recording
+from ea_vision.base.lazy import import_later
 
-plot_heads = plot_heatmap
+__getattr__, __dir__ = import_later(
+    __name__,
+    {
+        "MapStyle": "ea_vision.visualize.map_style:MapStyle",
+        "Recording": "ea_vision.visualize.tiles:Recording",
+        "input_jacobian": "ea_vision.visualize.implicit:input_jacobian",
+        "plot_heads": "ea_vision.visualize.heatmap:plot_heatmap",
+        "plot_heatmap": "ea_vision.visualize.heatmap:plot_heatmap",
+        "plot_jacobian": "ea_vision.visualize.implicit:plot_jacobian",
+        "plot_matrix": "ea_vision.visualize.matrix:plot_matrix",
+        "plot_rollout": "ea_vision.visualize.rollout:plot_rollout",
+        "plot_sampling": "ea_vision.visualize.implicit:plot_sampling",
+        "plot_statistics": "ea_vision.visualize.statistics:plot_statistics",
+        "plot_strip": "ea_vision.visualize.strip:plot_strip",
+        "record": "ea_vision.visualize.image_maps:record",
+        "show_page": "ea_vision.visualize.explore:show_page",
+    },
+)

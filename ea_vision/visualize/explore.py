@@ -31,7 +31,6 @@ import ea_vision
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import atomic_write
 from ea_vision.ops import Size
-from ea_vision.recorder.inputs import ImageSource, find_images, names_of, read_image
 from ea_vision.recorder.quantities import total_variation
 from ea_vision.recorder.recording import PARTS, AttentionLayer, LayerMaps, prefix_names
 from ea_vision.recorder.selection import positive
@@ -41,6 +40,7 @@ from ea_vision.visualize.image_maps import add_own_alone, as_images, before_shar
 from ea_vision.visualize.map_style import CHANGE_MAP, SIGNED_MAP
 from ea_vision.visualize.run_epochs import epochs_of, run_label
 from ea_vision.visualize.tiles import MEAN, OWN_ALONE
+from ea_vision.zoo.inputs import ImageSource, find_images, names_of, read_image
 from ea_vision.zoo.loaded import LoadedModel
 
 EXAMPLES = """\

@@ -9,7 +9,6 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from ea_vision.base.errors import UsageError
-from ea_vision.recorder.inputs import names_of
 from ea_vision.visualize.figure_options import make_parser, run_figure
 from ea_vision.visualize.figure_request import FigureRequest, Heads, Layers, Models, Queries
 from ea_vision.visualize.image_maps import AnyImage, as_images, title_of
@@ -27,6 +26,7 @@ from ea_vision.visualize.tiles import (
     queries_name,
     tile_of,
 )
+from ea_vision.zoo.inputs import names_of
 
 EXAMPLES = """\
   ea-vision heatmap --model ea_conv_transformer_cifar --layers 1,3 -o maps.png digits#0

@@ -14,11 +14,11 @@ import ea_vision
 from ea_vision.base.errors import UsageError
 from ea_vision.models.modes import evaluating
 from ea_vision.ops import Size
-from ea_vision.recorder.inputs import ImageSource, as_image
 from ea_vision.recorder.quantities import own_alone
 from ea_vision.recorder.recording import AttentionLayer, AttentionMaps, LayerMaps
 from ea_vision.recorder.selection import numbered
 from ea_vision.visualize.tiles import OWN_ALONE, Recording
+from ea_vision.zoo.inputs import ImageSource, as_image
 from ea_vision.zoo.loaded import LoadedModel, as_model
 
 AnyImage = ImageSource | Tensor  # see `ea_vision.zoo.loaded.LoadedModel.input_of`

@@ -19,7 +19,6 @@ from torchvision.transforms.v2.functional import crop
 from ea_vision.base.errors import UsageError
 from ea_vision.layers import SpatialTransformer, quadrilateral, sample_affine
 from ea_vision.models.modes import evaluating
-from ea_vision.recorder.inputs import as_image
 from ea_vision.recorder.recording import recordable_layers
 from ea_vision.visualize.figure_request import (
     Layers,
@@ -32,6 +31,7 @@ from ea_vision.visualize.image_maps import AnyImage, as_images, as_model, record
 from ea_vision.visualize.map_style import scaled, style_of
 from ea_vision.visualize.sheet import Block, Row, Tile, sheet
 from ea_vision.visualize.tiles import QUERY_COLORS, Recording, map_of, photo_of, tile_of
+from ea_vision.zoo.inputs import as_image
 from ea_vision.zoo.loaded import LoadedModel, check_classifies
 
 log = logging.getLogger(__name__)

@@ -18,13 +18,13 @@ from ea_vision.base.figures import PAGE, check_width, color_cycle
 from ea_vision.base.files import atomic_write, check_keeps_images
 from ea_vision.base.print import legend_below, new_figure, points, print_style, small_ticks, wrapped
 from ea_vision.models.modes import evaluating
-from ea_vision.recorder.inputs import find_images, read_image
 from ea_vision.recorder.quantities import LayerQuantities, measure, quantities_csv
 from ea_vision.recorder.selection import positive
 from ea_vision.visualize.figure_options import DEMO, check_output, loader, make_parser, save
 from ea_vision.visualize.figure_request import FigureRequest, Layers, Models, refuse_arguments
 from ea_vision.visualize.image_maps import AnyImage, as_batch, as_images, title_of
 from ea_vision.visualize.map_style import STYLE_FIELDS
+from ea_vision.zoo.inputs import find_images, read_image
 from ea_vision.zoo.loaded import LoadedModel
 
 EXAMPLES = """\

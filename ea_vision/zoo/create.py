@@ -166,7 +166,7 @@ def create_classifier(
     num_classes: int,
     img_size: int,
     pretrained: bool = False,
-    weights: Path | None = None,
+    weights: str | Path | None = None,
     notice=print,
 ) -> tuple[nn.Module, dict]:
     """Create a registered timm model for square RGB images.
@@ -186,7 +186,7 @@ def create_classifier(
     check_model_name(name)
     constructor = partial(timm_model, name, pretrained=pretrained)
     if weights is not None:
-        constructor = partial(_with_weights, name, weights, notice)
+        constructor = partial(_with_weights, name, Path(weights), notice)
     fixed = {"num_classes": num_classes, "in_chans": 3, "img_size": img_size}
     model, taken = build(constructor, name, kwargs, fixed=fixed, optional=optional, notice=notice)
     return model, {**getattr(model, "trained_with", {}), **taken}
@@ -294,7 +294,15 @@ def transformers_model(folder: str, *, pretrained: bool = True, **kwargs: Any) -
 
 
 def from_pretrained(folder: str, **kwargs: Any) -> nn.Module:
-    """Load an evolving model of transformers; see `ea_vision.models.huggingface.from_pretrained`."""
+    """Load a model of transformers that `save_pretrained` wrote, with its evolution.
+
+    Args:
+        folder: a folder, or a name on the hub.
+        **kwargs: those of transformers' `from_pretrained`.
+
+    Raises:
+        UsageError: the configuration names no evolution.
+    """
     from ea_vision.models import huggingface
 
     return huggingface.from_pretrained(folder, **kwargs)

@@ -12,12 +12,13 @@ from timm.data import ImageNetInfo
 from torch import Tensor, nn
 
 from ea_vision.base.errors import UsageError
-from ea_vision.data.image_files import BrokenImage
+from ea_vision.data.decoding import BrokenImage
 from ea_vision.data.image_names import displayable
 from ea_vision.models.inputs import built_size, input_channels
 from ea_vision.models.modes import unwrap
 from ea_vision.ops import Size
 from ea_vision.zoo.create import REFUSALS, load_network, timm_model, transformers_model
+from ea_vision.zoo.inputs import ImageSource, as_image
 from ea_vision.zoo.preparation import (
     Preparation,
     Processed,
@@ -77,7 +78,7 @@ class LoadedModel:
         not resized.
 
         Args:
-            image: as `ea_vision.recorder.inputs.as_image` returns it. A tensor has (3, H, W) or (1, 3, H, W): uint8;
+            image: as `ea_vision.zoo.inputs.as_image` returns it. A tensor has (3, H, W) or (1, 3, H, W): uint8;
                 floating point in 0..1; or normalised by the network's mean and std. An image processor's mapping with
                 "pixel_values" is normalised, too.
 
@@ -168,6 +169,28 @@ def load(target: str, **kwargs: Any) -> nn.Module:
             f"there are no pretrained weights of {target}: timm.create_model({str(target)!r}) has random ones"
         )
     return loaded.model
+
+
+def preprocess(
+    model: nn.Module | str | Path,
+    image: ImageSource,
+    processor: Any = None,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+) -> Tensor:
+    """Return a network's input (1, 3, H, W) for an image: that of its evaluation, predict, the probe and the figures.
+
+    Args:
+        model: a network of timm's, torchvision's or transformers'; or a target as `load` takes it.
+        image: a file, a PIL image or an array (H, W, 3).
+        processor: an image processor of transformers, its path or name; default: the one saved with the weights.
+        mean, std: three numbers each, for images in 0..1; default: the network's.
+
+    Raises:
+        UsageError: no such model, no image, or a processor that does not make one image of three channels.
+    """
+    loaded = as_model(model, processor=processor, mean=mean, std=std)
+    return loaded.input_of(as_image(image))[None]
 
 
 def load_model(

@@ -13,7 +13,8 @@ import torch
 from ea_vision.base.errors import UsageError
 from ea_vision.data.bad_images import BadImages
 from ea_vision.data.beton import Beton, Evaluated, read_tables, sidecar
-from ea_vision.data.image_files import BrokenImage, ImageFiles
+from ea_vision.data.decoding import BrokenImage
+from ea_vision.data.image_files import ImageFiles
 from ea_vision.data.write_ffcv import write_beton
 from tests.data.photos import make_photos
 from tests.data.test_ffcv import shown

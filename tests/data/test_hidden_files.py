@@ -12,7 +12,7 @@ from ea_vision.base.errors import RunError, UsageError
 from ea_vision.base.processes import World
 from ea_vision.data.bad_images import BadImages
 from ea_vision.data.image_files import ImageFiles
-from ea_vision.recorder.inputs import find_images
+from ea_vision.zoo.inputs import find_images
 
 HIDDEN = [
     ".ipynb_checkpoints/0-checkpoint.png",

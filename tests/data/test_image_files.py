@@ -14,7 +14,9 @@ from PIL import Image
 from timm.data import create_dataset
 
 from ea_vision.base.errors import UsageError
-from ea_vision.data.image_files import IMAGE_SUFFIXES, BrokenImage, ImageFiles, decode_image, to_rgb
+from ea_vision.data.decoding import BrokenImage, decode_image, to_rgb
+from ea_vision.data.image_files import ImageFiles
+from ea_vision.data.image_names import IMAGE_SUFFIXES
 from ea_vision.data.splits import find_split
 from tests.data.photos import make_photos, picture
 

@@ -11,7 +11,7 @@ from PIL import Image
 from torchvision import datasets
 
 from ea_vision.base.errors import UsageError
-from ea_vision.data.image_files import BrokenImage
+from ea_vision.data.decoding import BrokenImage
 from ea_vision.data.scaling import Scaling
 from ea_vision.data.small_images import hold_out, load_dataset
 from tests.engine.runner import make_folder

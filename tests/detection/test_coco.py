@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 
 from ea_vision.base.errors import UsageError
-from ea_vision.data.image_files import BrokenImage
+from ea_vision.data.decoding import BrokenImage
 from ea_vision.detection.coco import CocoFolder, results_of
 
 CONTENT = {  # two images; three categories whose ids have gaps and no order

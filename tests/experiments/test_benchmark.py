@@ -124,7 +124,7 @@ def test_memory_is_that_of_the_steps_alone(tmp_path):
     [
         ("--models ea_resnet5O", "no network fits 'ea_resnet5O'; did you mean"),
         ("--opt muonn", "unknown optimiser 'muonn'; did you mean"),
-        ("--models {run}", "classifies images is required, but ea_aa_resnet34, detector detects"),
+        ("--models {run}", "detector must be a model of classification, got one of detection"),
         ("--models halonet50ts", "halonet50ts cannot run 2 images of 32 pixels: AssertionError"),
     ],
 )

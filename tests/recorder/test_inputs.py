@@ -9,7 +9,7 @@ from PIL import Image
 
 from ea_vision.base.errors import UsageError
 from ea_vision.predict import predict
-from ea_vision.recorder.inputs import as_image, find_images, read_image
+from ea_vision.zoo.inputs import as_image, find_images, read_image
 from ea_vision.zoo.loaded import load_model
 from tests.recorder.networks import photo
 

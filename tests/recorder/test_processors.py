@@ -10,7 +10,7 @@ from PIL import Image
 
 import ea_vision
 from ea_vision.base.errors import UsageError
-from ea_vision.recorder.inputs import as_image
+from ea_vision.zoo.inputs import as_image
 from ea_vision.zoo.loaded import as_loaded
 from tests.recorder.networks import torchvision_vit, transformers_model
 

@@ -16,16 +16,10 @@ from torch import Tensor
 from torchvision.transforms.v2.functional import to_pil_image
 
 from ea_vision.base.errors import UsageError
-from ea_vision.data.image_files import (
-    IMAGE_SUFFIXES,
-    BrokenImage,
-    decode_image,
-    list_images,
-    to_rgb,
-)
-from ea_vision.data.image_names import displayable
+from ea_vision.data.decoding import BrokenImage, decode_image, to_rgb
+from ea_vision.data.folders import list_images
+from ea_vision.data.image_names import IMAGE_SUFFIXES, displayable
 from ea_vision.data.scaling import Scaling
-from ea_vision.data.small_images import load_dataset
 from ea_vision.zoo.preparation import in_unit_range
 
 ImageSource = str | Path | Image.Image | np.ndarray
@@ -144,6 +138,8 @@ def _from_array(array: np.ndarray) -> Image.Image:
 
 
 def _digit(text: str) -> Image.Image:
+    from ea_vision.data.small_images import load_dataset  # and scikit-learn
+
     images = load_dataset("digits", scaling=Scaling(DIGIT_SIZE)).test.images  # as they are
     number = text.removeprefix(DIGITS)
     if not number.isdecimal() or int(number) >= len(images):
