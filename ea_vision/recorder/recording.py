@@ -12,7 +12,7 @@ Shape letters: B batch, K heads, H x W the attention map, N = H*W its pixels, T 
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Number
@@ -303,8 +303,8 @@ def recordable_layers(model: nn.Module) -> list[AttentionLayer]:
     return list(_find(unwrap(model)))
 
 
-def _chosen(
-    found: Iterable[AttentionLayer],
+def _select(
+    available: Sequence[AttentionLayer],
     layers: Sequence[int | str] | None,
     heads: Sequence[int] | None,
     parts: Sequence[str],
@@ -314,29 +314,44 @@ def _chosen(
     Raises:
         ValueError: the network lacks a layer, or the layers lack heads or parts.
     """
-    keys = {layer.number for layer in found} | {layer.name for layer in found}
-    if layers is not None and not (layers and keys.issuperset(layers)):
-        having = ", ".join(map(str, found))
-        unknown = [key for key in layers if key not in keys]
-        raise ValueError(f"attention layers of this model are {having}; got {unknown or 'none'}")
-    chosen = []
-    for layer in found:
-        if layers is None or layer.number in layers or layer.name in layers:
-            chosen.append(layer)
-    for layer in chosen if heads is not None else ():
-        outside = [head for head in heads if head not in range(layer.num_heads)]
-        if outside or not heads:
-            raise ValueError(
-                f"heads of layer {layer} are 0 to {layer.num_heads - 1}; got {outside or 'none'}"
-            )
-    known = set().union(*(layer.parts for layer in chosen))
-    lacking = [part for part in parts if part not in known]
-    if lacking or not parts:
-        having = "; ".join(f"{layer} has {', '.join(layer.parts)}" for layer in chosen)
+    selected = list(available)
+    if layers is not None:
+        _check_layers(available, layers)
+        selected = [layer for layer in selected if layer.number in layers or layer.name in layers]
+    if heads is not None:
+        for layer in selected:
+            _check_heads(layer, heads)
+    _check_parts(selected, parts)
+    return selected
+
+
+def _check_layers(available: Sequence[AttentionLayer], layers: Sequence[int | str]) -> None:
+    """Raise ValueError unless `layers` are numbers or names of available layers, at least one."""
+    keys = {layer.number for layer in available} | {layer.name for layer in available}
+    unknown = [key for key in layers if key not in keys]
+    if unknown or not layers:
+        listed = ", ".join(map(str, available))
+        raise ValueError(f"attention layers of this model are {listed}; got {unknown or 'none'}")
+
+
+def _check_heads(layer: AttentionLayer, heads: Sequence[int]) -> None:
+    """Raise ValueError unless a layer has these heads, at least one."""
+    unknown = [head for head in heads if head not in range(layer.num_heads)]
+    if unknown or not heads:
         raise ValueError(
-            f"parts must be some of those of the chosen layers, got {lacking or 'none'}: {having}"
+            f"heads of layer {layer} are 0 to {layer.num_heads - 1}; got {unknown or 'none'}"
         )
-    return chosen
+
+
+def _check_parts(layers: Sequence[AttentionLayer], parts: Sequence[str]) -> None:
+    """Raise ValueError unless each part is one of some layer, and there is at least one part."""
+    recordable = {part for layer in layers for part in layer.parts}
+    unknown = [part for part in parts if part not in recordable]
+    if unknown or not parts:
+        listed = "; ".join(f"{layer} has {', '.join(layer.parts)}" for layer in layers)
+        raise ValueError(
+            f"parts must be some of those of the chosen layers, got {unknown or 'none'}: {listed}"
+        )
 
 
 def _several(given: Any) -> tuple | None:
@@ -394,7 +409,7 @@ def record_attention(
             "nn.MultiheadAttention or a module that states its number of heads is required (a TorchScript model hides "
             "its layers: record the model it was made from)"
         )
-    chosen = _chosen(found, _several(layers), heads, parts)
+    selected = _select(list(found), _several(layers), heads, parts)
     maps = AttentionMaps()
     watches = []
     with Hooks() as hooks:
@@ -404,7 +419,7 @@ def record_attention(
         recorder.note_move = sight.note_move
         hooks.add(model.register_forward_pre_hook, maps._call_begins)
         hooks.add(model.register_forward_hook, maps._call_ends, always_call=True)
-        for layer in chosen:
+        for layer in selected:
             wanted = {*parts} & {*layer.parts}
             find = layout_finder(model, layer.name, sight, hooks)
             watch = _Watch(layer, found[layer], heads, wanted, maps, find, sight)
@@ -413,7 +428,7 @@ def record_attention(
         yield maps
     if maps:
         return
-    names = ", ".join(map(str, chosen))
+    names = ", ".join(map(str, selected))
     if any(watch.ran for watch in watches):
         raise RuntimeError(
             f"attention layer {names} ran, and no map went through softmax, "
