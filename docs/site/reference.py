@@ -7,11 +7,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # The functions that README and the guides begin with, by the name under which they are imported.
 START = {
-    "ea_vision.load": "ea_vision.load",
-    "ea_vision.preprocess": "ea_vision.preprocess",
+    "ea_vision.load": "ea_vision.zoo.loaded.load",
+    "ea_vision.preprocess": "ea_vision.zoo.loaded.preprocess",
     "ea_vision.evolve": "ea_vision.models.evolve.evolve",
     "ea_vision.unevolve": "ea_vision.models.evolve.unevolve",
-    "ea_vision.from_pretrained": "ea_vision.from_pretrained",
+    "ea_vision.from_pretrained": "ea_vision.zoo.create.from_pretrained",
     "ea_vision.record_attention": "ea_vision.recorder.recording.record_attention",
     "ea_vision.deploy": "ea_vision.deployment.fold.deploy",
     "ea_vision.visualize.plot_heatmap": "ea_vision.visualize.heatmap.plot_heatmap",
@@ -80,6 +80,10 @@ def public_names(module: str) -> dict[str, str]:
                     places[alias.asname or alias.name] = f"{node.module}.{alias.name}"
         elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             places[node.name] = f"{module}.{node.name}"
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and is_package:
+            _, later = node.value.args  # of import_later
+            for name, place in ast.literal_eval(later).items():
+                places[name] = place.replace(":", ".")
     only = ONLY.get(module)
     return {
         name: places[name]
