@@ -80,7 +80,7 @@ def public_names(module: str) -> dict[str, str]:
                     places[alias.asname or alias.name] = f"{node.module}.{alias.name}"
         elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             places[node.name] = f"{module}.{node.name}"
-        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and is_package:
+        elif is_package and ast.unparse(node).startswith("__getattr__, __dir__ = import_later"):
             _, later = node.value.args  # of import_later
             for name, place in ast.literal_eval(later).items():
                 places[name] = place.replace(":", ".")

@@ -93,7 +93,7 @@ def test_maps_of_the_backbone_lie_over_the_padded_photo(model, photos):
             row = H * W * layer.attn[0, 0, cell].reshape(H, W).numpy()
             shown = recording.query_map(layer.number, (y, x), 0)
             np.testing.assert_allclose(shown, row, rtol=1e-5)
-    photo = model.photo(image)
+    photo = model.preparation.photo(image)
     assert photo.shape == (90, 90, 3)
     assert (photo[60:] == (124, 116, 104)).all()
     np.testing.assert_array_equal(photo[:60], np.asarray(image))
