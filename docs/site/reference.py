@@ -1,6 +1,7 @@
 """What the API reference documents: pages, and on each page the names that a user writes, with the place of each."""
 
 import ast
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,7 +76,7 @@ def public_names(module: str) -> dict[str, str]:
     places = {}
     for node in ast.parse(text).body:
         if isinstance(node, ast.ImportFrom) and is_package:
-            if str(node.module).startswith("ea_vision"):
+            if re.match(r"ea_vision\.(?!base)", str(node.module)):
                 for alias in node.names:
                     places[alias.asname or alias.name] = f"{node.module}.{alias.name}"
         elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
