@@ -19,7 +19,7 @@ import pandas as pd
 
 from ea_vision.base.errors import UsageError, exit_code
 from experiments import break_even, sensitivity
-from experiments.evidence import holm, markdown, paired, shown_p
+from experiments.evidence import by_variant, holm, markdown, paired, read_runs, shown_p
 from experiments.sensitivity import HERE, top1_of
 
 RESULTS = HERE / "results"
@@ -151,6 +151,68 @@ def power(starts: tuple[str, ...]) -> list[str]:
     return plain_table(table[columns], ["study", "difference", "seeds", "spread", "finds at 80%"])
 
 
+SETS = ("cifar10", "cifar100")
+PAIRS = (
+    ("EA", "none"),
+    ("none 5 epochs", "none"),
+    ("none 5 epochs", "EA"),
+    ("EA without convolution", "none"),
+    ("EA without convolution", "EA without skip"),
+    ("PA", "none"),
+    ("cnn", "EA"),
+    ("cnn", "none"),
+)
+HELD_OUT_PAIRS = (
+    ("EA", "none"),
+    ("EA more blocks", "none more blocks"),
+    ("EA slower attention", "none slower attention"),
+    ("EA learned", "EA"),
+    ("EA learned", "none"),
+    ("EA alpha 0.2", "none"),
+    ("EA alpha 0.2", "EA"),
+)
+
+
+def evidence(data: str) -> pd.DataFrame:
+    """Return top-1 by seed and variant of seeds 0 to 4."""
+    return top1_of(RESULTS / "evidence" / f"{data}-runs.csv")
+
+
+def best_first(top1: pd.DataFrame) -> list[str]:
+    """Return a table of top-1 by variant and seed, the highest mean first."""
+    return by_seed(top1, top1.mean().sort_values(ascending=False).index)
+
+
+def evidence_pairs() -> list[str]:
+    """Return the differences of seeds 0 to 4; p is corrected for all pairs but the question's."""
+    rows = []
+    for first, second in PAIRS:
+        row = [f"{first} {MINUS} {second}"]
+        for data in SETS:
+            top1 = evidence(data)
+            kept = pd.read_csv(RESULTS / "evidence" / f"{data}-pairs.csv")
+            same = kept[[set(pair) == {first, second} for pair in kept[["first", "second"]].values]]
+            p = same["p"] if (first, second) == ("EA", "none") else same["p_holm"]
+            row += [points(paired(top1[first] - top1[second], 0.01)), shown_p(p.item())]
+        rows.append(row)
+    return markdown(["points (95% interval)", "CIFAR-10", "p", "CIFAR-100", "p"], rows)
+
+
+def held_out(fine: bool = False) -> pd.DataFrame:
+    """Return accuracy on held-out images by seed and variant; fine: the networks with maps of 16x16."""
+    runs = read_runs(RESULTS / "evidence" / "cifar10-held-out-runs.csv")
+    return by_variant(runs[runs["variant"].str.contains("16x16") == fine])
+
+
+def learned_gates() -> list[str]:
+    """Return the ranges of the learned gates after training."""
+    gates = pd.read_csv(RESULTS / "evidence" / "learned-gates.csv")
+    rows = [
+        [name, f"{gates[name].min():.2f}", f"{gates[name].max():.2f}"] for name in ("alpha", "beta")
+    ]
+    return markdown(["gate", "lowest", "highest"], rows)
+
+
 ADDED = ("plain", "aa", "ea", "plain-18")
 ADDED_QUESTIONS = (("aa", "plain"), ("ea", "plain"), ("ea", "aa"))
 ADDED_AFTERWARDS = (("aa", "plain-18"), ("ea", "plain-18"))
@@ -161,6 +223,15 @@ def added_top1() -> pd.DataFrame:
 
 
 TABLES: dict[str, dict[str, Callable[[], list[str]]]] = {
+    "experiments/evolution.md": {
+        "pairs": evidence_pairs,
+        "cifar10 by seed": lambda: best_first(evidence("cifar10")),
+        "cifar100 by seed": lambda: best_first(evidence("cifar100")),
+        "held out pairs": lambda: differences(held_out(), (), HELD_OUT_PAIRS),
+        "held out by seed": lambda: [*best_first(held_out()), "", *best_first(held_out(fine=True))],
+        "learned gates": learned_gates,
+        "power": lambda: power(("",)),
+    },
     "experiments/collapse/README.md": {
         "cifar10 by seed": lambda: by_seed(collapse_top1("cifar10"), NETWORKS),
         "cifar10 differences": lambda: collapse_differences("cifar10"),

@@ -68,14 +68,6 @@ def _with_error(row, score):
     return f"{row[score]:.3f} ± {row[f'{score}_se']:.3f}"
 
 
-def by_seed(top1):
-    """Return the variants' rows in the tables by seed."""
-    rows = []
-    for name, values in top1.items():
-        rows.append(cells(name, ", ".join(shown(values)), values.mean(), values.std()))
-    return rows
-
-
 def open_points(of, plus=""):
     """Return `points` without the last bracket."""
     return points(of, plus).rstrip(")")
@@ -96,58 +88,6 @@ def the_question_by_seeds():
     logits = table("replaced-maps/full-logits.csv")
     of_pa = logits["model"].str.startswith("pa_")
     assert logits[of_pa]["correlation"].min() >= 0.999
-
-
-def the_tables_by_seed():
-    for data in SETS:
-        top1 = top1_of(f"evidence/{data}-runs.csv")
-        gain = paired(top1["EA"] - top1["none"])
-        longer = top1["none 5 epochs"].mean()
-        interval = f"{gain['low']:.2f} to {gain['high']:.2f}"
-        brings = longer - top1["none"].mean()
-        yield EVOLUTION, "", *by_seed(top1)
-        above = longer - top1["EA"].mean()
-        ahead = f"EA is {gain['difference']:.2f} points above `none` (95% interval {interval}"
-        yield EVOLUTION, "", ahead
-        yield EVOLUTION, "", f"A fifth epoch raises `none` by {brings:.2f} points (interval"
-        yield EVOLUTION, "", f"to {above:.2f} points above EA ("
-
-
-def sentences_below_the_tables_by_seed():
-    """Intervals, and p corrected for the 20 pairs that are no question."""
-    pairs = {}
-    ratios = table("evidence/time-ratio.csv")["ratio"]
-    for data in SETS:
-        top1 = top1_of(f"evidence/{data}-runs.csv")
-        corrected = table(f"evidence/{data}-pairs.csv").set_index(["first", "second"])["p_holm"]
-        assert corrected.count() == 20
-        fifth = paired(top1["none 5 epochs"] - top1["none"])
-        ahead = paired(top1["none 5 epochs"] - top1["EA"])
-        p = f"p = {ahead['p']:.3f}; {corrected['EA', 'none 5 epochs']:.3f} corrected"
-        raised = points(fifth).replace("(", "points (interval ")
-        yield EVOLUTION, "", f"raises `none` by {raised}"
-        yield EVOLUTION, "", f"to {open_points(ahead).replace('(', 'points above EA (')}, {p}"
-        worth = fifth["difference"] * np.log(ratios) / np.log(5 / 4)
-        yield EVOLUTION, "", f"worth {span(worth, 1)} points"
-        pairs[data] = top1, corrected
-    top1, corrected = pairs["cifar10"]
-    early = paired((top1["EA"] - top1["none"])[:3])
-    yield EVOLUTION, "", f"the difference was {early['difference']:.2f} with p = {early['p']:.3f}"
-    unconvolved = open_points(paired(top1["EA without convolution"] - top1["none"]))
-    yield EVOLUTION, "", unconvolved.replace(" (", ", interval ")
-    behind = open_points(paired(top1["cnn"] - top1["EA"]))
-    corrected_p = f"p = {corrected['EA', 'cnn']:.3f} after correction for 20 pairs"
-    yield EVOLUTION, "", behind.replace("(", "points above EA (interval ") + f", {corrected_p}"
-    halves = ("EA without convolution", "EA without skip")
-    yield EVOLUTION, "", f"{points(paired(top1[halves[0]] - top1[halves[1]]))} on CIFAR-10"
-    top1, corrected = pairs["cifar100"]
-    gain = open_points(paired(top1[halves[0]] - top1[halves[1]]))
-    said = gain.replace("(", "points above EA without skip (interval ")
-    yield EVOLUTION, "", f"{said}, p = {corrected[halves]:.3f} corrected for 20 pairs"
-    level = paired(top1["EA"] - top1["cnn"])
-    interval = span([level["low"], level["high"]])
-    below = f"{level['difference']:.2f} below it, interval of EA - cnn {interval}"
-    yield EVOLUTION, "", below, f"differ by {np.ptp(top1['none']):.1f} points"
 
 
 def top1_of_the_ea_paper():
@@ -182,32 +122,6 @@ def attention_against_convolution():
     yield COLLAPSED, "", f"none has {norm['none'].mean():.2f}% on CIFAR-10 where cnn has {cnn:.2f}"
 
 
-def settings_compared_on_held_out_images():
-    """With three seeds and their pairs; at 16x16, with two; slower attention and learned gates."""
-    runs = read_runs(RESULTS / "evidence/cifar10-held-out-runs.csv")
-    is_fine = runs["variant"].str.contains("16x16")
-    top1 = by_variant(runs[~is_fine])
-    fine = by_variant(runs[is_fine])
-    pairs = rows_of(EVOLUTION, r"\| (EA[^|]*?) − ([^|]*) \| ([-\d.]+) \| ([-\d.]+ to [-\d.]+) \|")
-    assert len(set(pairs)) == 7
-    for first, second, difference, interval in pairs:
-        assert f"{difference} ({interval})" == points(paired(top1[first] - top1[second]))
-    ea = " and ".join(shown(fine["EA 16x16 too"]))
-    none = " and ".join(shown(fine["none 16x16 too"]))
-    yield EVOLUTION, "", *by_seed(top1), f"EA {ea}, `none` {none}."
-    slower = paired(top1["EA slower attention"] - top1["none slower attention"])
-    gates = table("evidence/learned-gates.csv")
-    heading = "Other settings of evolution"
-    yield EVOLUTION, heading, points(slower), f"uncorrected (p = {slower['p']:.3f})"
-    yield EVOLUTION, heading, span(gates["alpha"]), span(gates["beta"]).replace("to", "and")
-    deeper = {name: paired(top1[f"{name} more blocks"] - top1[name]) for name in ("EA", "none")}
-    of_ea = points(deeper["EA"]).replace("(", "points (95% interval ")
-    yield EVOLUTION, heading, f"bring EA {of_ea} and `none` {points(deeper['none'])}"
-    seconds = runs.groupby("variant")["seconds"].mean()
-    ratios = [seconds[f"{name} more blocks"] / seconds[name] for name in ("EA", "none")]
-    yield EVOLUTION, heading, f"For {span(sorted(ratios), 1)} times the seconds"
-
-
 def test_the_factorial(tmp_path):
     """The files follow from the kept runs, corrected as fixed before: Holm over four hypotheses, and two of time."""
     files = [str(FACTORIAL / f"{data}-runs.csv") for data in SETS]
@@ -236,8 +150,7 @@ def the_factorial():
     for data in SETS:
         yield PAGE, "", points(rows[data, "convolution", "0 to 9"], "+")
         yield PAGE, "", points(rows[data, "skip", "0 to 9"], "+")
-        for page in (PAGE, EVOLUTION):
-            yield page, "", points(rows[data, "EA - none equal time", "5 to 9"], "+")
+        yield PAGE, "", points(rows[data, "EA - none equal time", "5 to 9"], "+")
         yield PAGE, HELP, points(rows[data, "skip", "5 to 9"], "+")
     paper = top1_of_the_ea_paper()
     gain = paper["ea_aa_resnet34"] - paper["ea_aa_resnet34, without convolution"]
@@ -247,13 +160,7 @@ def the_factorial():
     highest = [f"{rows[data, 'convolution', '0 to 9']['high']:.2f}" for data in SETS]
     yield PAGE, HELP, " and ".join(highest)
     earlier = {data: table(f"evidence/{data}-factors.csv").set_index("name") for data in SETS}
-    skips = [f"{points(earlier[data].loc['skip'], '+')}" for data in SETS]
     flat = [f"{earlier[data].loc['convolution', 'difference']:.2f}" for data in SETS]
-    fresh = [rows[data, "skip", "5 to 9"] for data in SETS]
-    p = f"p = {fresh[1]['p']:.3f}, corrected for four tests {fresh[1]['p_holm']:.3f}"
-    yield EVOLUTION, "", f"the skip connection {skips[1]} here and {skips[0]} on CIFAR-10"
-    yield EVOLUTION, "", f"the convolution {flat[1]} and {flat[0]}"
-    yield EVOLUTION, "", f"{open_points(fresh[1], '+')}; {p}) here and {points(fresh[0], '+')}"
     before = [f"{earlier[data].loc['skip', 'difference']:+.2f}" for data in SETS]
     yield CELL, "", f"skip {before[0]} points", f"{before[1]} on CIFAR-100"
     yield CELL, "", f"convolution {flat[0]} and {flat[1]}"
@@ -281,9 +188,6 @@ def what_each_study_could_have_found():
     heading = "What each study could have found"
     kept = table("sensitivity.csv")
     found = shown(kept["found_at_80_percent"])
-    for i in (0, 2, 4):
-        yield EVOLUTION, heading, " | ".join(found[i : i + 2])
-    yield EVOLUTION, heading, *found[6:12]
     yield PAGE, "", f"{min(found[:6])} to {max(found[:6])} points"
     yield PAGE, heading, f"SST {found[10]} and {found[11]}"
     of_norm, of_convolution = found[13], found[15]
@@ -302,7 +206,7 @@ def equal_time():
     each = ", ".join(map(str, ratios))
     yield CELL, "Equal time", each, f"{updates:,} updates", "`--epochs 4.256`"
     yield PAGE, HELP, f"{ratio} times", f"{updates:,} updates and EA 1,560"
-    yield EVOLUTION, "", f"{ratio} times", span(ratios, 3)
+    yield EVOLUTION, "", f"{ratio} times"
 
 
 # ---- maps, and recipes of CIFAR-10 -----------------------------------------------------------------------------------
@@ -1206,10 +1110,7 @@ def the_profile_of_deployed_networks():
 
 CLAIMS = [
     the_question_by_seeds,
-    the_tables_by_seed,
-    sentences_below_the_tables_by_seed,
     attention_against_convolution,
-    settings_compared_on_held_out_images,
     the_factorial,
     what_each_study_could_have_found,
     equal_time,
