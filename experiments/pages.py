@@ -213,6 +213,96 @@ def learned_gates() -> list[str]:
     return markdown(["gate", "lowest", "highest"], rows)
 
 
+AA, PA, EA = (f"{kind}conv_transformer_cifar" for kind in ("", "pa_", "ea_"))
+HEALTHY = HERE / "healthy_maps"
+SHIPPED = {"none_long": f"{AA}.long_c10", "ea_long": f"{EA}.long_c10", PA: f"{PA}.fast_norm_c10"}
+LONG_RUNS = (  # label, file of its epochs
+    ("AA, 10 epochs without the norm", f"results/fast-cifar10/{AA}.csv"),
+    ("PA, 10 epochs without the norm", f"results/fast-cifar10/{PA}.csv"),
+    ("EA, 10 epochs without the norm", f"results/fast-cifar10/{EA}.csv"),
+    ("AA, 10 epochs with the norm", f"healthy_maps/{AA}.csv"),
+    ("EA, 10 epochs with the norm", f"healthy_maps/{EA}.csv"),
+    ("EA, the same and a cycle of 6", "healthy_maps/ea_second_cycle.csv"),
+    ("PA, 10 without and 5 with the norm: shipped", f"healthy_maps/{PA}.csv"),
+    ("AA, 60 epochs of cifar_long: shipped", "healthy_maps/none_long.csv"),
+    ("EA, 60 epochs of cifar_long: shipped", "healthy_maps/ea_long.csv"),
+    ("EA, CIFAR-100, 57 epochs of cifar_long", "healthy_maps/ea_long_cifar100.csv"),
+)
+
+
+def long_runs() -> list[str]:
+    """Return the last epoch of each full-size run; accuracies as stored and of six views are the cards' if it ships."""
+    known = pd.read_csv(HEALTHY / "former-accuracy.csv", dtype=str).set_index("run")
+    rows = []
+    for label, file in LONG_RUNS:
+        path = HERE / file
+        last = pd.read_csv(path).iloc[-1]
+        accuracies = ["", ""]
+        if path.parent == HEALTHY and path.stem in known.index:
+            accuracies = list(known.loc[path.stem, ["stored", "six_views"]])
+        elif path.parent == HEALTHY and path.stem in SHIPPED:
+            card = (HERE.parent / "weights" / f"{SHIPPED[path.stem]}.md").read_text(
+                encoding="utf-8"
+            )
+            accuracies = re.findall(r"(\d\d\.\d\d)%(?: top-1,|\. 10000)", card)[:2]
+        rows.append([label, f"{last['top1']:.2f}", *accuracies, f"{last['train_loss']:.4f}"])
+    return markdown(["run", "bfloat16, %", "stored, %", "six views, %", "training loss"], rows)
+
+
+def entropies() -> list[str]:
+    """Return the entropy of the maps by layer of the former weights, those with the norm and the shipped ones."""
+    files = (
+        HEALTHY / "collapsed-entropy.csv",
+        HEALTHY / "former-entropy.csv",
+        RESULTS / "shipped-entropy.csv",
+    )
+    figures = pd.concat([pd.read_csv(file) for file in files]).drop_duplicates(["model", "layer"])
+    shares = figures[figures["model"].str.contains("conv_transformer_cifar")]
+    shares = shares.pivot(index="model", columns="layer", values="entropy_share")
+    rows = [[f"`{name}`", *(f"{share:.2f}" for share in row)] for name, row in shares.iterrows()]
+    return markdown(["weights", *(f"layer {layer}" for layer in shares)], rows)
+
+
+def replaced_maps() -> list[str]:
+    """Return accuracy with replaced maps of the full networks that were trained with the norm."""
+    kinds = ("trained", "uniform", "mean", "other", "none", "own")
+    rows = []
+    for label, name in (
+        ("EA, 10 epochs with the norm", "norm"),
+        ("AA, 10 epochs with the norm", "none-norm"),
+        ("PA, the shipped weights", "pa-norm"),
+    ):
+        top1 = pd.read_csv(RESULTS / "replaced-maps" / f"{name}-replaced.csv").set_index("maps")[
+            "top1"
+        ]
+        rows.append([label, *("" if kind not in top1 else f"{top1[kind]:.2f}" for kind in kinds)])
+    return markdown(["network", "as trained", *kinds[1:]], rows)
+
+
+def norm_effects() -> list[str]:
+    """Return what the norm changes in the narrow networks."""
+    table = pd.read_csv(HEALTHY / "norm-effects.csv")
+    rows = [[row["name"], points(row), shown_p(row["p_holm"])] for row in table.to_dict("records")]
+    return markdown(["with the norm minus without", "points (95% interval)", "p, corrected"], rows)
+
+
+def trials() -> list[str]:
+    """Return the trials of the long recipe."""
+    table = pd.read_csv(HEALTHY / "trials.csv")
+    shares = table.filter(like="entropy_").min(axis=1)
+    return plain_table(
+        pd.DataFrame(
+            {
+                "trial": table["trial"],
+                "options": table["options"],
+                "top1": table["held_out_top1"],
+                "least": shares,
+            }
+        ),
+        ["trial", "options", "held-out top-1, %", "least entropy over log N of a layer"],
+    )
+
+
 ADDED = ("plain", "aa", "ea", "plain-18")
 ADDED_QUESTIONS = (("aa", "plain"), ("ea", "plain"), ("ea", "aa"))
 ADDED_AFTERWARDS = (("aa", "plain-18"), ("ea", "plain-18"))
@@ -231,6 +321,13 @@ TABLES: dict[str, dict[str, Callable[[], list[str]]]] = {
         "held out by seed": lambda: [*best_first(held_out()), "", *best_first(held_out(fine=True))],
         "learned gates": learned_gates,
         "power": lambda: power(("",)),
+    },
+    "experiments/healthy_maps/README.md": {
+        "norm": norm_effects,
+        "trials": trials,
+        "runs": long_runs,
+        "entropies": entropies,
+        "replaced": replaced_maps,
     },
     "experiments/collapse/README.md": {
         "cifar10 by seed": lambda: by_seed(collapse_top1("cifar10"), NETWORKS),
