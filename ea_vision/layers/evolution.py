@@ -40,7 +40,7 @@ _EVOLUTIONS: dict[str, type["Evolution"]] = {}
 
 
 class Operands(TypedDict, total=False):
-    """Keywords of `evolving_attention`. own_scale multiplies the layer's own logits."""
+    """Keywords of `evolving_attention`; `own_scale` multiplies the layer's own logits."""
 
     prev_logits: Tensor
     weight: Tensor | None
@@ -137,8 +137,9 @@ class Evolution(nn.Module):
 class EvolvingMaps(StepByStep):
     """The maps of an attention layer; a mixin for a module with `num_heads`, `scale` and `attn_drop`.
 
-    evolution: the mechanism over its maps, or None.
-    need_logits: whether another layer reads its logits.
+    Attributes:
+        evolution: the mechanism over its maps, or None.
+        need_logits: whether another layer reads its logits.
     """
 
     def logits_of(self, q: Tensor, k: Tensor, feat_size: Size) -> Tensor:
@@ -302,18 +303,18 @@ def create_evolution(
         ValueError: kind or start is unknown, or this kind does not have an option.
     """
     cls = None if kind is None else evolution_class(kind)
-    known = () if cls is None else evolution_options(kind)
+    option_names = () if cls is None else evolution_options(kind)
     options = {name: value for name, value in options.items() if value is not None}
     if cls is not None and start == "identity":
         options = {**cls.identity_start, **options}
     elif start is not None and (cls is None or start != "paper"):
         options["start"] = start
-    foreign = sorted(set(options) - set(known))
-    if "start" in foreign and cls is not None:
+    unknown = sorted(set(options) - set(option_names))
+    if "start" in unknown and cls is not None:
         raise ValueError(f"start must be 'identity' or 'paper', got {start!r}")
-    if foreign:
-        has = f"has {', '.join(known)}" if known else "has no options"
-        raise ValueError(f"evolution={kind!r} {has}; got {', '.join(foreign)}")
+    if unknown:
+        has = f"has {', '.join(option_names)}" if option_names else "has no options"
+        raise ValueError(f"evolution={kind!r} {has}; got {', '.join(unknown)}")
     if cls is None:
         return None
     if channels is not None and "channels" in inspect.signature(cls).parameters:
@@ -323,14 +324,14 @@ def create_evolution(
 
 def learnable_gates(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the learnable gates of a network's evolutions, by their names in its state dict."""
-    found = {}
+    gates = {}
     for path, module in model.named_modules():
         if not isinstance(module, Evolution):
             continue
         for name, gate in module.gates().items():
             if isinstance(gate, nn.Parameter):
-                found[f"{path}.{name}".removeprefix(".")] = gate
-    return found
+                gates[f"{path}.{name}".removeprefix(".")] = gate
+    return gates
 
 
 def new_gate(
@@ -363,8 +364,8 @@ def reason_against_conv(conv: nn.Module) -> str | None:
     if type(conv) is not nn.Conv2d:
         return f"the others take the weights of a Conv2d; got {type(conv).__name__}"
     side = conv.kernel_size[0]
-    known = ((side, side), (1, 1), (side // 2, side // 2), (1, 1), 1, "zeros")
-    given = (
+    supported = ((side, side), (1, 1), (side // 2, side // 2), (1, 1), 1, "zeros")
+    received = (
         conv.kernel_size,
         conv.stride,
         conv.padding,
@@ -372,10 +373,10 @@ def reason_against_conv(conv: nn.Module) -> str | None:
         conv.groups,
         conv.padding_mode,
     )
-    if conv.bias is None or given != known:
+    if conv.bias is None or received != supported:
         return (
             "the others take a Conv2d with a bias and zeros around the maps, without stride, dilation and "
-            f"groups; got {given}{'' if conv.bias is not None else ' without a bias'}"
+            f"groups; got {received}{'' if conv.bias is not None else ' without a bias'}"
         )
     return None
 
@@ -383,8 +384,9 @@ def reason_against_conv(conv: nn.Module) -> str | None:
 class _ConvolvedEvolution(Evolution):
     """The common part of EA and PA: convolutions over the maps, each followed by a ReLU, and the gates alpha and beta.
 
-    num_prefix_tokens: number of tokens before the map's pixels (a class token), set by the network. Their rows and
-        columns bypass the convolutions. 0: the convolutions take whole maps.
+    Attributes:
+        num_prefix_tokens: number of tokens before the map's pixels (a class token), set by the network. Their rows and
+            columns bypass the convolutions. 0: the convolutions take whole maps.
     """
 
     part_names = ("conv_logits",)

@@ -68,9 +68,9 @@ def prefix_names(model: nn.Module, part: str = "") -> tuple[str, ...]:
             counts[PREFIX_PARAMETERS[name]] = parameter.shape[-2] if parameter.ndim > 1 else 1
     names = [kind for kind in ("cls", "dist") if kind in counts]
     # timm's networks state the number
-    known = getattr(model, "num_prefix_tokens", len(names) + counts.get("reg", 0))
-    registers = [f"reg{number}" for number in range(1, known - len(names) + 1)]
-    return (*names[:known], *registers)
+    count = getattr(model, "num_prefix_tokens", len(names) + counts.get("reg", 0))
+    registers = [f"reg{number}" for number in range(1, count - len(names) + 1)]
+    return (*names[:count], *registers)
 
 
 def owners(model: nn.Module, name: str) -> list[nn.Module]:
@@ -104,7 +104,7 @@ def window_of(layer: nn.Module) -> int | None:
 
 
 def is_causal(model: nn.Module, name: str) -> bool:
-    """Return whether a layer's queries read no later token: it `is_causal`, or modules around it make causal masks."""
+    """Return whether a layer is causal: by its attribute `is_causal`, or by the masks that modules around it build."""
     if getattr(model.get_submodule(name), "is_causal", False):
         return True
     for owner in owners(model, name):
@@ -119,9 +119,11 @@ def is_causal(model: nn.Module, name: str) -> bool:
 class LayerChain:
     """The names of consecutive attention layers of a model.
 
-    blocks: names of the blocks that contain them.
-    across: whether they attend to another sequence.
-    causal: "self": a query reads no later token; "cross": a decoder's queries read the source; "none": all is read.
+    Attributes:
+        layers: their names.
+        blocks: names of the blocks that contain them.
+        across: whether they attend to another sequence.
+        causal: "self": a query reads no later token; "cross": a decoder's queries read the source; "none": all is read.
     """
 
     layers: tuple[str, ...]

@@ -25,8 +25,8 @@ def check_position(position: str) -> str:
         ValueError: it is not one of POSITIONS.
     """
     if position not in POSITIONS:
-        known = ", ".join(repr(name) for name in POSITIONS)
-        raise ValueError(f"position must be one of {known}, got {position!r}")
+        positions = ", ".join(repr(name) for name in POSITIONS)
+        raise ValueError(f"position must be one of {positions}, got {position!r}")
     return position
 
 
@@ -45,10 +45,10 @@ def add_sine(x: Tensor) -> Tensor:
     _, C, H, W = x.shape
     periods = C // 4
     radians_per_pixel = 10000.0 ** (-_axis(periods, x) / periods)
-    by_row = radians_per_pixel.unsqueeze(1) * _axis(H, x)  # (C/4, H)
-    by_column = radians_per_pixel.unsqueeze(1) * _axis(W, x)  # (C/4, W)
-    rows = by_row.unsqueeze(2).expand(periods, H, W)
-    columns = by_column.unsqueeze(1).expand(periods, H, W)
+    row_angles = radians_per_pixel.unsqueeze(1) * _axis(H, x)  # (C/4, H)
+    column_angles = radians_per_pixel.unsqueeze(1) * _axis(W, x)  # (C/4, W)
+    rows = row_angles.unsqueeze(2).expand(periods, H, W)
+    columns = column_angles.unsqueeze(1).expand(periods, H, W)
     waves = torch.cat([rows.sin(), columns.sin(), rows.cos(), columns.cos()])
     return x + waves.to(x.dtype)
 

@@ -34,9 +34,9 @@ def check_kind(kind: str | None, causal: str, across: bool, name: str) -> None:
         refused = True
     if refused:
         where = "cross-attention" if across else "causal attention"
-        known = ", ".join(sorted(CAUSAL))
+        causal_kinds = ", ".join(sorted(CAUSAL))
         raise UsageError(
-            f"evolution {kind!r} has no form for the {where} of {name}: one of {known} required, "
+            f"evolution {kind!r} has no form for the {where} of {name}: one of {causal_kinds} required, "
             "or evolve the encoder alone"
         )
 
@@ -108,9 +108,11 @@ class Chain(Relay):
 class Reading:
     """What the queries of a call may read.
 
-    bias: added to the logits, such as T5's positions; broadcasts to (B, K, Q, N).
-    allowed: (B, 1, Q, N), True where the softmax may read; None: everywhere.
-    keys, queries: (B, N) and (B, Q), True where a token is padding; None if no padding is known.
+    Attributes:
+        bias: added to the logits, such as T5's positions; broadcasts to (B, K, Q, N).
+        allowed: (B, 1, Q, N), True where the softmax may read; None: everywhere.
+        keys: (B, N), True where a key is padding; None if no padding is known.
+        queries: (B, Q), True where a query is padding, likewise.
     """
 
     bias: Tensor | None = None
@@ -169,7 +171,11 @@ def check_grid(feat_size: Size, prefix_tokens: int, tokens: int) -> None:
 class SequenceMaps(MapsAttention, nn.Module):
     """The mechanisms of one attention layer, which has them as its submodule `maps`.
 
-    number: position in the chain, counted from 1. num_heads: K. prefix_tokens: number of tokens before the patches.
+    Attributes:
+        chain: the layer's chain.
+        number: position in the chain, counted from 1.
+        num_heads: K.
+        prefix_tokens: number of tokens before the patches.
     """
 
     fused_attn = True

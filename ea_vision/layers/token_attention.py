@@ -15,7 +15,8 @@ from ea_vision.ops.problem import reason_against_kernels
 class MapsAttention(EvolvingMaps):
     """The maps of a layer over tokens; a mixin for a class with `num_heads`, `scale`, `fused_attn` and `attn_drop`.
 
-    value_residual: a module that mixes in the first layer's values, or None.
+    Attributes:
+        value_residual: a module that mixes in the first layer's values, or None.
     """
 
     def _attend(

@@ -41,12 +41,10 @@ def to_size(img_size: int | Size, least: int = 1) -> Size:
 
 def check_numbers(name: str, value: Any, count: int | None = None) -> None:
     """Raise ValueError unless a network's keyword `name` is a collection of whole numbers, `count` of them if given."""
-    wanted = "whole numbers, such as (2, 3)" if count is None else f"{count} whole numbers"
-    several = isinstance(value, Collection)
-    if several and count is not None:
-        several = len(value) == count
-    if not several or not all(isinstance(number, Integral) for number in value):
-        raise ValueError(f"{name} must be {wanted}, got {value!r}")
+    required = "whole numbers, such as (2, 3)" if count is None else f"{count} whole numbers"
+    fits = isinstance(value, Collection) and count in (None, len(value))
+    if not fits or not all(isinstance(number, Integral) for number in value):
+        raise ValueError(f"{name} must be {required}, got {value!r}")
 
 
 def take_evolution_options(kwargs: dict) -> dict:
@@ -114,11 +112,11 @@ class AttentionConfig:
     @classmethod
     def take(cls, kwargs: dict, **defaults: Any) -> "AttentionConfig":
         """Return the configuration given by a network's keywords, and remove these from `kwargs`."""
-        chosen = dict(defaults)
+        values = dict(defaults)
         for field_ in fields(cls):
             if field_.name in kwargs:
-                chosen[field_.name] = kwargs.pop(field_.name)
-        return cls(**{**chosen, "options": take_evolution_options(kwargs)})
+                values[field_.name] = kwargs.pop(field_.name)
+        return cls(**{**values, "options": take_evolution_options(kwargs)})
 
     def dims(self, width: int) -> tuple[int, int]:
         """Return (dim_qk, dim_v) for a convolution of `width` channels, rounded down to multiples of the heads."""
@@ -160,8 +158,8 @@ class AttentionConfig:
         Raises:
             ValueError: a stage is not possible, window_stages have no attention, or an evolution has no attention.
         """
-        chosen = default if self.attn_stages is None else self.attn_stages
-        stages = tuple(sorted(set(chosen)))
+        attn_stages = default if self.attn_stages is None else self.attn_stages
+        stages = tuple(sorted(set(attn_stages)))
         evolves = self.evolution is not None
         if not set(stages) <= set(possible) or (evolves and not stages):
             why = f", at least one for evolution={self.evolution!r}" if evolves else ""

@@ -27,14 +27,14 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dic
     Raises:
         ValueError: the shape of a convolution does not fit the model's.
     """
-    own = model.state_dict()
+    initial = model.state_dict()
     converted = dict(state_dict)
     for name, layer in model.named_modules():
         if isinstance(layer, AugmentedConv2d) and f"{name}.weight" in converted:
-            _convert_conv(name, layer, own, converted)
+            _convert_conv(name, layer, initial, converted)
     if len(converted) > len(state_dict):
         kept = converted.keys() & state_dict.keys()
-        unused = converted.keys() - own.keys()
+        unused = converted.keys() - initial.keys()
         _logger.info(
             "%d tensors as they are, %d of the checkpoint's not used", len(kept), len(unused)
         )
@@ -42,28 +42,28 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dic
 
 
 def _convert_conv(
-    name: str, layer: AugmentedConv2d, own: dict[str, Tensor], converted: dict[str, Tensor]
+    name: str, layer: AugmentedConv2d, initial: dict[str, Tensor], converted: dict[str, Tensor]
 ) -> None:
     """Replace the weight of a plain convolution in `converted` by the tensors of the augmented one.
 
     Args:
         name: of the convolution and of the layer.
-        own: the model's initial parameters.
+        initial: the model's initial parameters.
     """
     weight = converted.pop(f"{name}.weight")
     if layer.conv is None:
         _logger.info("%s: attention alone, no convolution to take the checkpoint's", name)
     else:
-        wanted = own[f"{name}.conv.weight"].shape
-        _check_shape(f"{name}.weight", weight, wanted, exactly=layer.fusion == "add")
-        converted[f"{name}.conv.weight"] = weight[: wanted[0]]
+        shape = initial[f"{name}.conv.weight"].shape
+        _check_shape(f"{name}.weight", weight, shape, exactly=layer.fusion == "add")
+        converted[f"{name}.conv.weight"] = weight[: shape[0]]
         _logger.info(
-            "%s.conv.weight: the first %d of %d output channels", name, wanted[0], len(weight)
+            "%s.conv.weight: the first %d of %d output channels", name, shape[0], len(weight)
         )
     prefix = f"{name}."
-    fresh = [key for key in own if key.startswith(prefix) and key not in converted]
+    fresh = [key for key in initial if key.startswith(prefix) and key not in converted]
     for key in fresh:
-        converted[key] = own[key]
+        converted[key] = initial[key]
     _logger.info("%s: fresh %s", name, ", ".join(key.removeprefix(prefix) for key in fresh))
 
 

@@ -15,9 +15,13 @@ from ea_vision.models._attention_config import check_numbers
 class Mechanisms:
     """Mechanisms across layers, as `evolve` and `timm.create_model` take them; see `evolve` for the errors.
 
-    kind: a registered evolution, or None.
-    attn_layers: the blocks that evolve, counted from 1; None: all that can.
-    options: of the evolution.
+    Attributes:
+        kind: a registered evolution, or None.
+        attn_layers: the blocks that evolve, counted from 1; None: all that can.
+        prefix: "convolve" or "pass", see `evolve`.
+        token_conv: False, True or "paper", see `evolve`.
+        value_residual: False, True or "paper", see `evolve`.
+        options: of the evolution.
     """
 
     kind: str | None
@@ -59,8 +63,8 @@ class Mechanisms:
             raise UsageError("a kind, token_conv or value_residual required, got none of them")
         if kind is not None:
             options["start"] = start
-        chosen = attn_layers if layers is None else layers
-        return cls(kind, chosen, prefix, token_conv, value_residual, options)
+        numbers = attn_layers if layers is None else layers
+        return cls(kind, numbers, prefix, token_conv, value_residual, options)
 
     def keywords(self) -> dict[str, Any]:
         """Return the keywords with which `ea_vision.evolve` adds these mechanisms, in types that JSON has."""
@@ -135,9 +139,9 @@ class Mechanisms:
         # Only the class token's row of the last map is read, and that row would bypass the convolution.
         idle_last = (self.prefix == "pass" or kind.spatial) and class_token_alone
         possible = range(1 + kind.reads_previous, depth + (not idle_last))
-        chosen = list(possible) if self.attn_layers is None else sorted(set(self.attn_layers))
-        wrong = [layer for layer in chosen if layer not in possible]
-        if wrong or not chosen:
+        numbers = list(possible) if self.attn_layers is None else sorted(set(self.attn_layers))
+        wrong = [layer for layer in numbers if layer not in possible]
+        if wrong or not numbers:
             why = "the first block has no predecessor"
             if idle_last:
                 passing = "prefix='pass'" if self.prefix == "pass" else "prefix tokens that pass"
@@ -149,7 +153,7 @@ class Mechanisms:
                 f"attn_layers of this model that can evolve are {list(possible)} of {depth} ({why}); "
                 f"got {wrong or 'none'}"
             )
-        return chosen
+        return numbers
 
 
 def check_idle(model: nn.Module) -> None:

@@ -347,9 +347,12 @@ BLOCKS = {plain_class(cls): cls for cls in _BLOCKS}
 
 @dataclass(frozen=True)
 class Architecture:
-    """The names of a network's blocks and patch embedding, and its number of tokens before the patches.
+    """Where a network has what evolves.
 
-    num_prefix_tokens: None: the network's attribute of this name.
+    Attributes:
+        blocks: name of its blocks.
+        embedding: name of its patch embedding.
+        num_prefix_tokens: its number of tokens before the patches; None: the network's attribute of this name.
     """
 
     blocks: str = "blocks"
@@ -427,9 +430,9 @@ def reason_against(model: nn.Module) -> str | None:
         if name and "attn" in name.split(".")[-1]:
             attention = f"{name} is {type(module).__name__}"
             break
-    known = ", ".join(cls.__name__ for cls in [*ARCHITECTURES][:-1])
+    supported = ", ".join(cls.__name__ for cls in [*ARCHITECTURES][:-1])
     return (
-        f"timm's {known} or ResNet, torchvision's VisionTransformer or ResNet, or a model of transformers "
+        f"timm's {supported} or ResNet, torchvision's VisionTransformer or ResNet, or a model of transformers "
         f"required, got {type(model).__name__} ({attention})"
     )
 

@@ -137,7 +137,7 @@ def evolve_resnet(
             or does not fit.
     """
     refuse(model, reason_against(model))
-    chosen = {
+    keywords = {
         "kind": kind,
         "img_size": img_size,
         "augment": augment,
@@ -159,7 +159,7 @@ def evolve_resnet(
     placement.put(evolving, attention, weight.device, weight.dtype)
     evolving.set_grad_checkpointing(getattr(model, "grad_checkpointing", False))
     _take_modes(evolving, model)
-    remember_evolution(evolving, chosen)
+    remember_evolution(evolving, keywords)
     return evolving
 
 
@@ -199,10 +199,10 @@ def reason_against(model: nn.Module) -> str | None:
     for name in ("forward", "_forward_impl", "forward_features", "forward_head"):
         if getattr(type(model), name, None) is not getattr(base, name, None):
             return f"{name} of {base.__module__} required, and {type(model).__name__} has its own"
-    known = [block for block in BLOCKS if block.__module__ == base.__module__]
-    names = " or ".join(block.__name__ for block in known)
+    block_classes = [block for block in BLOCKS if block.__module__ == base.__module__]
+    names = " or ".join(block.__name__ for block in block_classes)
     for path, block in _blocks_of(model).items():
-        if type(block) not in known:
+        if type(block) not in block_classes:
             return f"{path} must be {names} of {base.__module__}, got {type(block).__name__}"
         for name in ("conv1", "conv2"):
             conv = getattr(block, name)

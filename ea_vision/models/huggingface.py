@@ -187,11 +187,7 @@ def _give_chain(
     model: nn.Module, names: inspect_attention.LayerChain, mechanisms: Mechanisms
 ) -> None:
     """Add mechanisms to the layers of a chain, and replace the class of the blocks around them."""
-    first = names.layers[0]
-    sequences.check_kind(mechanisms.kind, names.causal, names.across, first)
-    if mechanisms.kind == "ea" and names.causal != "none":
-        options = {"causal": names.causal, **mechanisms.options}
-        mechanisms = replace(mechanisms, options=options)
+    sequences.check_kind(mechanisms.kind, names.causal, names.across, names.layers[0])
     layers = [model.get_submodule(name) for name in names.layers]
     blocks = [model.get_submodule(name) for name in names.blocks]
     decodes = names.across and isinstance(blocks[0], EvolvingBlock)
@@ -199,27 +195,48 @@ def _give_chain(
     chain = sequences.Chain(mechanisms.kind, names.across, len(layers), decoder)
     chain.belong_to(model)
     chain.watch(_around(model, names.blocks[0]))
-    embedding, prefix = inspect_attention.embedding_of(model, first)
-    if embedding is not None:
-        embedding.register_forward_hook(chain.note_grid)
-    elif mechanisms.token_conv:
-        raise UsageError(f"token_conv needs patches of an image, got the sequence of {first}")
+    prefix_tokens = _watch_patches(model, names.layers[0], chain, mechanisms)
     for number, layer in enumerate(layers, start=1):
         heads = inspect_attention.heads_of(layer) or layer.config.num_attention_heads
-        layer.maps = sequences.SequenceMaps(chain, number, heads, len(prefix))
+        layer.maps = sequences.SequenceMaps(chain, number, heads, prefix_tokens)
         layer.maps.train(layer.training)
     maps = [layer.maps for layer in layers]
-    mechanisms.give(blocks, maps, _width_of(layers[0]), len(prefix), False)
+    form = _in_causal_form(mechanisms, names.causal)
+    form.give(blocks, maps, _width_of(layers[0]), prefix_tokens, class_token_alone=False)
     _say_windows(model, layers, mechanisms.kind)
     for layer in layers:
         if layer.maps.reads_input or names.causal == "self":
             layer.register_forward_pre_hook(chain.note_input, with_kwargs=True)
     for block in blocks:
-        if not isinstance(block, EvolvingBlock):
-            block.__class__ = evolving_class(type(block))
-            block.relays = []
-            block.attention_config = layers[0].config
-        block.relays.append(chain)
+        _put_in_chain(block, chain, layers[0].config)
+
+
+def _watch_patches(
+    model: nn.Module, layer: str, chain: sequences.Chain, mechanisms: Mechanisms
+) -> int:
+    """Let a chain note the grid of an image's patches; return the number of tokens before them."""
+    embedding, prefix = inspect_attention.embedding_of(model, layer)
+    if embedding is not None:
+        embedding.register_forward_hook(chain.note_grid)
+    elif mechanisms.token_conv:
+        raise UsageError(f"token_conv needs patches of an image, got the sequence of {layer}")
+    return len(prefix)
+
+
+def _in_causal_form(mechanisms: Mechanisms, causal: str) -> Mechanisms:
+    """Return the mechanisms with EA's causal form, if the layers are causal; the other kinds need none."""
+    if mechanisms.kind != "ea" or causal == "none":
+        return mechanisms
+    return replace(mechanisms, options={"causal": causal, **mechanisms.options})
+
+
+def _put_in_chain(block: nn.Module, chain: sequences.Chain, config: Any) -> None:
+    """Add a block to a chain, and make it an `EvolvingBlock`."""
+    if not isinstance(block, EvolvingBlock):
+        block.__class__ = evolving_class(type(block))
+        block.relays = []
+        block.attention_config = config
+    block.relays.append(chain)
 
 
 def _around(model: nn.Module, block: str) -> nn.Module:
@@ -252,8 +269,8 @@ def _width_of(layer: nn.Module) -> int:
             widths[name] = module.in_features
         elif type(module).__name__ == "Conv1D":
             widths[name] = module.weight.shape[0]
-    of_queries = [width for name, width in widths.items() if "q" in name.split(".")[-1].lower()]
-    return [*of_queries, *widths.values()][0]
+    query_widths = [width for name, width in widths.items() if "q" in name.split(".")[-1].lower()]
+    return [*query_widths, *widths.values()][0]
 
 
 def accepts(model: nn.Module) -> bool:
@@ -323,17 +340,17 @@ def from_pretrained(folder: str, **kwargs: Any) -> nn.Module:
     import transformers
 
     config, _ = transformers.PreTrainedConfig.get_config_dict(folder, **kwargs)
-    asked = config.get(NAME)
-    if asked is None:
+    keywords = config.get(NAME)
+    if keywords is None:
         raise UsageError(
             f"{folder} has no evolution in its config.json; ea_vision.evolve a model of it first"
         )
     plain = getattr(transformers, config["architectures"][0])
-    asked.pop("attn_implementation")
+    keywords.pop("attn_implementation")
 
     def build(self, config, *args, **options):
         plain.__init__(self, config, *args, **options)
-        give(self, Mechanisms.of_evolve(**asked))
+        give(self, Mechanisms.of_evolve(**keywords))
 
     cls = type(plain.__name__, (plain,), {"__init__": build, "__module__": plain.__module__})
     model = cls.from_pretrained(folder, **kwargs)

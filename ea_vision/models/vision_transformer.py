@@ -135,13 +135,13 @@ def _with_start(kind: str | None, options: dict) -> dict:
 
     It is the identity if gates learn: by default, unless the options set one that defines the identity start.
     """
-    given = {name: value for name, value in options.items() if value is not None}
-    if kind is None or "start" in given:
-        return given
+    options_set = {name: value for name, value in options.items() if value is not None}
+    if kind is None or "start" in options_set:
+        return options_set
     start_options = set(evolution_class(kind).identity_start) - {"learnable"}
-    chooses_gates = bool(start_options & set(given))
-    learns = given.get("learnable", not chooses_gates)
-    return {"start": "identity" if learns else "paper", **given}
+    chooses_gates = bool(start_options & set(options_set))
+    learns = options_set.get("learnable", not chooses_gates)
+    return {"start": "identity" if learns else "paper", **options_set}
 
 
 _TINY = dict(patch_size=16, embed_dim=192, depth=12, num_heads=3)

@@ -61,10 +61,10 @@ class FourDimensionalConvolution(Evolution):
     def convolve(self, maps: Tensor, feat_size: Size) -> Tensor:
         """Return the sum of both convolutions of maps (B, K, N, N), N = H*W, of the same shape."""
         # (B, query, key, K): channels last, where a convolution takes half the time
-        by_query = maps.permute(0, 2, 3, 1).contiguous()
-        by_key = by_query.transpose(1, 2)
-        over_keys = self._over_plane(by_query, self.keys, feat_size)
-        over_queries = self._over_plane(by_key, self.queries, feat_size)
+        heads_last = maps.permute(0, 2, 3, 1).contiguous()
+        transposed = heads_last.transpose(1, 2)
+        over_keys = self._over_plane(heads_last, self.keys, feat_size)
+        over_queries = self._over_plane(transposed, self.queries, feat_size)
         total = over_keys + over_queries.transpose(1, 2)
         return total.permute(0, 3, 1, 2)
 

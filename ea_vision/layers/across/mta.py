@@ -75,8 +75,8 @@ class MultiTokenAttention(Evolution):
 
     def mix_attn(self, attn: Tensor) -> Tensor:
         convolved = self._convolve(attn, self.conv_after)
-        by_group = convolved.unflatten(1, self.heads_after.shape[:2])
-        mixed = torch.einsum("gce,ngcij->ngeij", self.heads_after, by_group)
+        grouped = convolved.unflatten(1, self.heads_after.shape[:2])
+        mixed = torch.einsum("gce,ngcij->ngeij", self.heads_after, grouped)
         return mixed.flatten(1, 2)
 
     def changes_nothing(self) -> bool:
