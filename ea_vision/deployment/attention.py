@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ea_vision.deployment.evolution import fold_evolution
 from ea_vision.layers import AugmentedConv2d, MapsAttention, fit_rel_table
-from ea_vision.layers.augmented_conv import Projection
+from ea_vision.layers.projection import Projection
 from ea_vision.models.any_transformer import EvolvingVitAttention
 from ea_vision.ops import Size, exporting
 from ea_vision.ops.rel_pos import by_position

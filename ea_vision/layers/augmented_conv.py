@@ -1,12 +1,19 @@
 """Attention-augmented convolution whose attention maps may evolve from layer to layer.
 
-The arithmetic of the attention is `ea_vision.ops.evolving_attention`, unless a hook wants to see the maps.
-
 Papers:
 * AA: `Attention Augmented Convolutional Networks` - https://arxiv.org/abs/1904.09925
 * EA: `Evolving Attention with Residual Convolutions` - https://arxiv.org/abs/2102.12895
 * PA: `Predictive Attention Transformer` (2020) - https://openreview.net/forum?id=YQVjbJPnPc9
-* CSAN: `Convolutional Self-Attention Networks` - https://arxiv.org/abs/1904.03107 (windows, in the paper for text)
+
+The layer (AA paper, section 3):
+1. a convolution computes a part of the output channels;
+2. beside it, a 1x1 projection of the input, pooled where the convolution has a stride, gives queries, keys and values;
+3. logits = (q k + q height_rel[row offset] + q width_rel[column offset]) / sqrt(D), for each head;
+4. the evolution mixes in the previous layer's logits (PA and EA, `ea_vision.layers.evolution`);
+5. out = softmax(logits) v, heads concatenated and projected; the output is [convolution, out].
+
+Steps 3 to 5 are `ea_vision.ops.evolving_attention`, unless a hook wants to see the maps. Position tables, windows,
+absolute positions, projections and the fitting of checkpoints have files of their own beside this one.
 
 Shape letters: B batch, C channels, H x W the attention map, N = H*W its pixels (row-major), K heads, D width of a
 head.
@@ -18,70 +25,19 @@ from timm.models import register_notrace_module
 from torch import Tensor, fx, nn
 
 from ea_vision.layers.evolution import EvolvingMaps
+from ea_vision.layers.fit_weights import fit_weights
+from ea_vision.layers.position_tables import PositionTables
 from ea_vision.layers.positions import add_sine, append_coordinates, check_position
+from ea_vision.layers.projection import Projection
 from ea_vision.layers.tracing import record_whole
-from ea_vision.ops import (
-    Size,
-    check_windows,
-    evolving_attention,
-    forced,
-    halve,
-    log_large_map,
-    normalise_heads,
-)
+from ea_vision.ops import Size, evolving_attention, forced, halve, log_large_map, normalise_heads
 from ea_vision.ops.reference import neighbours_logits, own_logits
-from ea_vision.ops.rel_pos import cover_offsets, fit_rel_table, reach
 
 
 def check_fusion(fusion: str) -> None:
     """Raise ValueError unless `AugmentedConv2d` knows this fusion."""
     if fusion not in ("concat", "add"):
         raise ValueError(f"fusion must be 'concat' or 'add', got {fusion!r}")
-
-
-def is_channels_last(x: Tensor) -> bool:
-    """Return whether x (B, C, H, W) is laid out channels last, and in no other way.
-
-    It compares strides, since torch.vmap does not support memory formats.
-    """
-    B, C, H, W = x.shape
-    return C > 1 and H * W > 1 and x.stride()[1:] == (1, W * C, C)
-
-
-class Projection(nn.Conv2d):
-    """A 1x1 convolution, on a CPU computed as a matrix product where that is not slower. A product needs no other
-    layout of its input and, with few channels, computes gradients in a fraction of the convolution's time.
-
-    It takes Conv2d's arguments, since tools such as PEFT create new layers from an old one's class.
-
-    Raises:
-        ValueError: kernel, stride, padding or groups are not those of a plain 1x1 convolution.
-    """
-
-    def __init__(self, in_channels: int, out_channels: int, kernel_size=1, *args, **kwargs):
-        super().__init__(in_channels, out_channels, kernel_size, *args, **kwargs)
-        shape = (self.kernel_size, self.stride, self.padding, self.groups)
-        if shape != ((1, 1), (1, 1), (0, 0), 1):
-            raise ValueError(
-                f"Projection must have kernel_size 1, stride 1, padding 0 and groups 1, got {shape}"
-            )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Convolve x (B, in_channels, H, W) -> (B, out_channels, H, W), in the layout of x."""
-        if x.device.type == "cpu" and x.is_contiguous():
-            B, C, H, W = x.shape
-            pixels = x.view(B, C, H * W)
-            weight = self.weight.view(1, self.out_channels, C).expand(B, self.out_channels, C)
-            if self.bias is None:
-                y = torch.bmm(weight, pixels)
-            else:
-                y = torch.baddbmm(self.bias.unsqueeze(-1), weight, pixels)
-            return y.view(B, self.out_channels, H, W)
-        has_few_channels = min(self.in_channels, self.out_channels) < 64
-        if x.device.type == "cpu" and has_few_channels and is_channels_last(x):
-            y = F.linear(x.permute(0, 2, 3, 1), self.weight.flatten(1), self.bias)
-            return y.permute(0, 3, 1, 2)
-        return F.conv2d(x, self.weight, self.bias)
 
 
 def _check_widths(num_heads: int, **widths: int) -> None:
@@ -109,26 +65,8 @@ def _check_sizes(
         raise ValueError(f"feat_size must be a positive (height, width), got {tuple(feat_size)}")
 
 
-def _check_windows_of_evolving_maps(
-    evolution: nn.Module, window: int | Size | None, head_window: int
-) -> None:
-    """Raise ValueError for windows that this evolution does not support."""
-    if head_window > 1:
-        raise ValueError(f"head_window must be 1 where maps evolve, got {head_window}")
-    if window is not None and evolution.mixes_attn:
-        raise ValueError(
-            f"window must be None with {type(evolution).__name__}, which mixes maps after the "
-            f"softmax and would reach beyond the window; got {window}"
-        )
-
-
-def _count_pairs(size: int, most: int) -> int:
-    """Count the ordered pairs among `size` positions that are less than `most` apart."""
-    return sum(size - abs(offset) for offset in range(1 - most, most))
-
-
 @register_notrace_module  # sizes are checked at run time, so FX keeps the layer whole
-class AugmentedConv2d(EvolvingMaps, nn.Module):
+class AugmentedConv2d(PositionTables, EvolvingMaps, nn.Module):
     """A convolution and a multi-head self-attention side by side, concatenated on channels (AA paper, section 3.2) or
     added.
 
@@ -214,22 +152,16 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         self.position = check_position(position)
         if self.position == "sine" and in_channels % 4:
             raise ValueError(f"position='sine' needs in_channels that 4 divides, got {in_channels}")
-        self.window = check_windows(window, head_window, head_border, num_heads)
-        if evolution is not None:
-            _check_windows_of_evolving_maps(evolution, window, head_window)
-        self.head_window = head_window
-        self.head_border = head_border
-        self.local = self.window is not None or head_window > 1
+        self.num_heads = num_heads
+        self.set_windows(window, head_window, head_border, evolution)
         self.fusion = fusion
         self.in_channels = in_channels
         self.out_channels = out_channels
         self.stride = stride
         self.dim_qk = dim_qk
         self.dim_v = dim_v
-        self.num_heads = num_heads
         self.dim_head_qk = dim_qk // num_heads
         self.dim_head_v = dim_v // num_heads
-        self.feat_size = (int(feat_size[0]), int(feat_size[1]))
         self.relative = self.position == "relative"
         self.resize_result = int(pool_attention) > 0
         self.num_pools = int(pool_attention) + (stride == 2)
@@ -241,24 +173,13 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         if conv is not None:
             self._check_conv(conv)
         elif conv_channels > 0:
-            self.conv = nn.Conv2d(
-                in_channels,
-                conv_channels,
-                kernel_size,
-                stride,
-                padding=dilation * (kernel_size // 2),
-                dilation=dilation,
-                bias=False,
-                **dd,
-            )
+            padding = dilation * (kernel_size // 2)
+            options = {"padding": padding, "dilation": dilation, "bias": False, **dd}
+            self.conv = nn.Conv2d(in_channels, conv_channels, kernel_size, stride, **options)
         self.conv_drop = nn.Dropout(conv_drop)
         coordinates = 3 if self.position == "coord" else 0
         self.qkv = Projection(in_channels + coordinates, 2 * dim_qk + dim_v, **dd)
-        self.height_rel = None
-        self.width_rel = None
-        for name, size in self.table_sizes(self.feat_size):
-            table = torch.empty(2 * size - 1, self.dim_head_qk, **dd)
-            setattr(self, name, nn.Parameter(table))
+        self.add_tables(feat_size, **dd)
         self.qk_norm = qk_norm
         self.qk_gain = nn.Parameter(torch.empty(num_heads, **dd)) if qk_norm else None
         self.evolution = evolution
@@ -301,86 +222,13 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
         if self.qk_gain is not None:
             nn.init.ones_(self.qk_gain)
 
-    def reaches(self, feat_size: Size) -> Size:
-        """Return how many rows and columns, its own included, a query sees to one side on a map of (height, width)."""
-        window = self.window
-        if window is None:
-            return feat_size
-        return reach(feat_size[0], window[0]), reach(feat_size[1], window[1])
-
-    def table_sizes(self, feat_size: Size) -> list[tuple[str, int]]:
-        """Return (name, number of offsets to one side) of each position table for a map of (height, width)."""
-        if not self.relative:
-            return []
-        high, wide = self.reaches(feat_size)
-        return [("height_rel", high), ("width_rel", wide)]
-
-    def map_elements(self, feat_size: Size) -> int:
-        """Return the number of query-key pairs that attention reads on a map of (height, width), in all heads."""
-        K = self.num_heads
-        heads = K * self.head_window
-        if self.head_border == "clip":
-            heads = _count_pairs(K, min(K, self.head_window // 2 + 1))
-        high, wide = self.reaches(feat_size)
-        rows = _count_pairs(feat_size[0], high)
-        columns = _count_pairs(feat_size[1], wide)
-        return heads * rows * columns
-
-    def set_feat_size(self, feat_size: Size) -> None:
-        """Fit the position tables to another (height, width) of the map, permanently."""
-        self.feat_size = (int(feat_size[0]), int(feat_size[1]))
-        if self.evolution is not None:
-            log_large_map(self.num_heads, self.feat_size)
-        for name, size in self.table_sizes(self.feat_size):
-            table = getattr(self, name)
-            fitted = fit_rel_table(table.detach(), size).contiguous()
-            setattr(self, name, nn.Parameter(fitted, requires_grad=table.requires_grad))
-
-    @torch.no_grad()
-    def fill_offsets_beyond(self, feat_size: Size) -> None:
-        """Copy the table rows of the farthest offsets on a map of (height, width) to all larger offsets, in place.
-
-        Maps of this size have not trained larger offsets. A larger map then begins with the nearest trained values.
-        """
-        for name, size in self.table_sizes(feat_size):
-            table = getattr(self, name)
-            beyond = (table.shape[0] + 1) // 2 - size
-            if beyond > 0:
-                table[:beyond] = table[beyond]
-                table[-beyond:] = table[-beyond - 1]
-
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
-        """Fit position tables of a checkpoint for another map size, take over its `qk_gain`, and refuse weights of
-        another fusion."""
-        conv_weight = state_dict.get(f"{prefix}conv.weight")
-        proj_weight = state_dict.get(f"{prefix}proj.weight")
-        fusion = self.fusion_of(conv_weight, proj_weight)
-        if fusion not in (None, self.fusion):
+        reason = fit_weights(self, state_dict, prefix)
+        if reason is None:
+            super()._load_from_state_dict(state_dict, prefix, *args)
+        else:
             error_messages = args[-1]
-            error_messages.append(
-                f"the weights of {prefix}conv and {prefix}proj have fusion={fusion!r}, but the network "
-                f"has fusion={self.fusion!r}: create it with fusion={fusion!r}"
-            )
-            return
-        gain = state_dict.get(prefix + "qk_gain")
-        if gain is not None and self.qk_norm is None and self.qk_gain is None:
-            self.qk_gain = nn.Parameter(self.qkv.weight.new_empty(gain.shape))
-        for name, size in self.table_sizes(self.feat_size):
-            table = state_dict.get(prefix + name)
-            if table is not None and table.ndim == 2 and table.shape[1] == self.dim_head_qk:
-                state_dict[prefix + name] = fit_rel_table(table, size)
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
-    def fusion_of(self, conv_weight: Tensor | None, proj_weight: Tensor | None) -> str | None:
-        """Return the fusion of a layer with these weights and this layer's number of output channels, or None."""
-        if proj_weight is None:
-            return None
-        conv_channels = 0 if conv_weight is None else len(conv_weight)
-        if conv_channels == len(proj_weight) == self.out_channels:
-            return "add"
-        if conv_channels + len(proj_weight) == self.out_channels:
-            return "concat"
-        return None
+            error_messages.append(reason)
 
     def branch_input(self, x: Tensor) -> Tensor:
         """Return the input of the projection `qkv`: x (B, C, H', W') pooled, with absolute positions."""
@@ -413,18 +261,10 @@ class AugmentedConv2d(EvolvingMaps, nn.Module):
 
     def logits_of(self, q: Tensor, k: Tensor, feat_size: Size) -> Tensor:
         """Return the layer's logits before any evolution; see `EvolvingMaps`."""
-        H, W = feat_size
-        height_rel = self.height_rel
-        width_rel = self.width_rel
-        if height_rel is not None and (len(height_rel), len(width_rel)) != (2 * H - 1, 2 * W - 1):
-            high, wide = self.reaches(feat_size)
-            height_rel = cover_offsets(fit_rel_table(height_rel, high), H)
-            width_rel = cover_offsets(fit_rel_table(width_rel, wide), W)
+        tables = self.tables_on(feat_size)
         if self.head_window > 1:
-            return neighbours_logits(
-                q, k, height_rel, width_rel, self.scale, feat_size, self.head_window
-            )
-        return own_logits(q, k, height_rel, width_rel, self.scale, feat_size)
+            return neighbours_logits(q, k, *tables, self.scale, feat_size, self.head_window)
+        return own_logits(q, k, *tables, self.scale, feat_size)
 
     def _attend(
         self,

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 
 from ea_vision.layers import AugmentedConv2d, Evolution, EvolvingAttention, PredictiveAttention
-from ea_vision.layers.augmented_conv import Projection
+from ea_vision.layers.projection import Projection
 from ea_vision.ops import use_implementation
 from tests.layers.oracle import assert_same, attention_branch, gradients
 

@@ -18,7 +18,7 @@ from torchvision.models.resnet import BasicBlock, Bottleneck
 import ea_vision
 from ea_vision import evolve, unevolve
 from ea_vision.layers import AugmentedConv2d
-from ea_vision.layers.augmented_conv import Projection
+from ea_vision.layers.projection import Projection
 from ea_vision.models import get_network
 from ea_vision.models._network import timm_input
 from tests.models.test_convert import NARROW, RESNETS
