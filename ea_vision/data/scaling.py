@@ -75,6 +75,10 @@ class Scaling:
         top = (image.height - self.size[0]) // 2
         return pixels_of(image.crop((left, top, left + self.size[1], top + self.size[0])))
 
+    def keeps(self, size: Size) -> bool:
+        """Return whether images of this size stay as they are."""
+        return size == self.size and self.crop_pct == 1
+
     @property
     def _crop_pct(self) -> float:
         """A little less than crop_pct: img_size / (img_size / resize) must not round down to a smaller integer."""

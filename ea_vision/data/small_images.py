@@ -153,7 +153,7 @@ def _of_torchvision(found, name: str, scaling: Scaling) -> Images:
 
 def _resized(pixels: np.ndarray, scaling: Scaling) -> Tensor:
     """Scale uint8 (N, H, W, 3) images; return (N, 3, *scaling.size)."""
-    if pixels.shape[1:3] == scaling.size and scaling.crop_pct == 1:
+    if scaling.keeps(pixels.shape[1:3]):
         scaled = torch.from_numpy(pixels)
     else:
         scaled = torch.stack([scaling.pixels(Image.fromarray(image)) for image in pixels])

@@ -7,6 +7,7 @@ relative positions has tables for one size of map, so all images of a detector h
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -15,7 +16,7 @@ from torchvision.ops import clip_boxes_to_image
 from torchvision.transforms import v2
 
 from ea_vision.ops import Size
-from ea_vision.zoo.preparation import Preparation
+from ea_vision.zoo.preparation import PHOTO_SIDE, Preparation
 
 FILL = (124, 116, 104)  # colour of the padding: ImageNet's mean, 0..255
 
@@ -94,13 +95,13 @@ class Fitted(Preparation):
         """Return (3, S, S) in 0..1; see `fit_image`."""
         return fit_image(image, self.size[0])
 
-    def pixels(self, image: Image.Image) -> Tensor:
-        """Return uint8 (S, S, 3)."""
-        return (self(image) * 255).round().byte().permute(1, 2, 0)
-
-    def shrinks(self, image: Image.Image) -> float:
-        """Return the number of image pixels per pixel of the input, along a side."""
-        return max(image.size) / self.size[0]
+    def photo(self, image: Image.Image) -> np.ndarray | None:
+        """Return uint8 (side, side, 3); see `Preparation.photo`."""
+        side = min(max(image.size), PHOTO_SIDE)
+        if side <= self.size[0]:
+            return None
+        levels = fit_image(image, side) * 255
+        return levels.round().byte().permute(1, 2, 0).numpy()
 
 
 def fitted_size(size: Size, img_size: int) -> Size:

@@ -144,8 +144,8 @@ class DataModule:
         check_classes(model, self.classes, expected, target)
 
     def follow(self, model: nn.Module, given: Mapping[str, Any]) -> None:
-        """Prepare the images to evaluate a model by its name on; `given` are options of the command line. A trainer
-        whose options do not say this, but for `given`, takes the model's own configuration."""
+        """Prepare images as the configuration of a model says that is not of a run. A trainer does this unless `given`,
+        the options of the command line, say it; by default it does not."""
 
     def write_evaluation(self, folder: Path, result, about: dict) -> list[Path]:
         """Write a result of the trainer's `evaluate` to evaluation.json, per_class.csv and confusion.png; return their

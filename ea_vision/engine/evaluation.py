@@ -47,7 +47,7 @@ def evaluate_target(module: type[DataModule], target: str, given: dict) -> None:
         model.to(world.device)
         if config.channels_last:
             lay_out(model, torch.channels_last)
-        if source.weights is None:
+        if not source.options:
             data.follow(model, given)
         loader = data.eval_loader(**data.loader_keywords(model))
         tta = getattr(config, "tta", "none")  # an option of classifiers

@@ -284,8 +284,9 @@ def _set_size(loaded: LoadedModel, img_size: Size, fixed: bool) -> None:
         UsageError: it cannot take such images.
     """
     own = built_size(loaded.model) or loaded.img_size
+    of_processor = isinstance(loaded.preparation, Processed)
     wanted = f"{img_size[0]}x{img_size[1]} pixels"
-    if img_size != own and fixed:
+    if img_size != own and fixed or img_size != loaded.img_size and of_processor:
         raise UsageError(f"{loaded.label} takes images of {own[0]}x{own[1]} pixels, got {wanted}")
     # timm's transformers resample their positions
     if img_size != own and hasattr(loaded.model, "set_input_size"):

@@ -7,7 +7,6 @@ Face's has a `Processed` instead, which calls its image processor.
 
 import logging
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 
 from ea_vision.base.errors import UsageError
 from ea_vision.data.augment import normalize
-from ea_vision.data.scaling import Scaling
+from ea_vision.data.scaling import Scaling, Size
 from ea_vision.models.inputs import built_size
 
 log = logging.getLogger(__name__)
@@ -59,19 +58,15 @@ class Preparation(Scaling):
         std = x.new_tensor(self.std).view(3, 1, 1)
         return x * std + mean
 
-    def shrinks(self, image: Image.Image) -> float:
-        """Return the number of image pixels per pixel of the input, along a side."""
-        H, W = self.size
-        return min(image.height / H, image.width / W) * self.crop_pct
-
     def photo(self, image: Image.Image) -> np.ndarray | None:
         """Return (height, width, 3) uint8: the input's part of an image at the image's own resolution, but at most
         PHOTO_SIDE pixels along the longer side. None if that is no finer than the input."""
-        finer = min(self.shrinks(image), PHOTO_SIDE / max(self.size))
+        H, W = self.size
+        shrinks = min(image.height / H, image.width / W) * self.crop_pct
+        finer = min(shrinks, PHOTO_SIDE / max(self.size))
         if finer <= 1:
             return None
-        H, W = (round(side * finer) for side in self.size)
-        return replace(self, size=(H, W)).pixels(image).numpy()
+        return replace(self, size=(round(H * finer), round(W * finer))).pixels(image).numpy()
 
 
 class Processed:
@@ -98,21 +93,16 @@ class Processed:
         changes = torch.stack(primaries, dim=1) - black[:, None]  # (3, 3, H W)
         place = changes.abs().sum((0, 1)).argmax()  # not of padding
         colours = changes[..., place]  # a column per colour
-        black = black[:, place]
         white = colours.sum(1)
-        own_mean = -black / white
-        own_std = 1 / white
-        mean = own_mean if mean is None else torch.tensor(channel_statistics("mean", mean))
-        std = own_std if std is None else torch.tensor(channel_statistics("std", std))
-        # of the processor's values: 1 and 0 without mean and std
-        self._factor = (own_std / std).view(3, 1, 1)
-        self._shift = ((own_mean - mean) / std).view(3, 1, 1)
-        self._black = -mean / std
-        self._colours = colours / white[:, None] / std[:, None]
+        self._mixing = colours / white[:, None]
+        own_mean = -black[:, place] / white
+        self._own = Preparation(self.size, mean=own_mean.tolist(), std=(1 / white).tolist())
+        self._other = changed(self._own, mean=mean, std=std)
 
     def __call__(self, image: Image.Image) -> Tensor:
         """Return the network's input, float32 (3, H, W), of an RGB image."""
-        return self._pixel_values(image) * self._factor + self._shift
+        x = self._pixel_values(image)
+        return x if self._other is self._own else self._other.normalize(self._own.unnormalize(x))
 
     def _pixel_values(self, image: Image.Image) -> Tensor:
         """Return (3, H, W), as the processor makes it."""
@@ -131,15 +121,16 @@ class Processed:
     def normalize(self, images: Tensor) -> Tensor:
         """Return images (..., 3, H, W), uint8 or floating point in 0..1, as the network takes them."""
         levels = images if images.is_floating_point() else images / 255
-        colours = self._colours.to(images.device)
-        black = self._black.to(images.device)
-        return torch.einsum("oc,...chw->...ohw", colours, levels.float()) + black.view(3, 1, 1)
+        return self._other.normalize(_mixed(self._mixing, levels))
 
     def unnormalize(self, x: Tensor) -> Tensor:
         """Return the images in 0..1 of inputs (..., 3, H, W)."""
-        inverse = torch.linalg.pinv(self._colours).to(x.device)  # some make all colours grey
-        levels = x - self._black.to(x.device).view(3, 1, 1)
-        return torch.einsum("oc,...chw->...ohw", inverse, levels)
+        # not inverse: some processors make all colours grey
+        return _mixed(torch.linalg.pinv(self._mixing), self._other.unnormalize(x))
+
+    def keeps(self, size: Size) -> bool:
+        """Return False: images are always processed."""
+        return False
 
     def pixels(self, image: Image.Image) -> Tensor:
         """Return the input in 0..1, float32 (H, W, 3)."""
@@ -147,6 +138,11 @@ class Processed:
 
     def photo(self, image: Image.Image) -> None:
         """Return None: what is shown is what the network saw."""
+
+
+def _mixed(mixing: Tensor, images: Tensor) -> Tensor:
+    """Mix the channels of images (..., 3, H, W) by a matrix (3, 3)."""
+    return torch.einsum("oc,...chw->...ohw", mixing.to(images), images)
 
 
 def _image_processor(processor: Any) -> Any:
@@ -175,13 +171,11 @@ def _image_processor(processor: Any) -> Any:
 def _saved_processor(model: nn.Module) -> Any | None:
     """Return the image processor in the folder, or of the name on the hub, from which `from_pretrained` loaded the
     weights of a model of transformers, or None."""
-    transformers = sys.modules.get("transformers")
-    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
-        return None
-    if not model.name_or_path:  # a model that was built from a configuration
-        return None
+    source = getattr(model, "name_or_path", "")  # "": a model that was built from a configuration
     try:
-        return transformers.AutoImageProcessor.from_pretrained(model.name_or_path)
+        from transformers import AutoImageProcessor
+
+        return AutoImageProcessor.from_pretrained(source) if source else None
     except (OSError, ValueError, ImportError):  # none there, or no connection
         return None
 
@@ -217,14 +211,9 @@ def preparation_of(
             label or type(model).__name__,
             *size,
         )
-    preparation = Preparation(
-        size=tuple(size),
-        crop_pct=config["crop_pct"],
-        crop_mode=config["crop_mode"],
-        interpolation=config["interpolation"],
-        mean=channel_statistics("mean", config["mean"]),
-        std=channel_statistics("std", config["std"]),
-    )
+    scaling = {name: config[name] for name in ("crop_pct", "crop_mode", "interpolation")}
+    preparation = Preparation(tuple(size), **scaling)
+    preparation = changed(preparation, mean=config["mean"], std=config["std"])
     return changed(preparation, mean=mean, std=std)
 
 
