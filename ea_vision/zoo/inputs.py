@@ -1,6 +1,6 @@
 """Read users' images for figures, the page and predict: files, folders, PIL images, arrays, tensors.
 
-They become RGB as the trainers read them: see `ea_vision.data.image_files.decode_image`.
+They become RGB as the trainers read them: see `ea_vision.data.decoding.decode_image`.
 """
 
 import glob

@@ -1,6 +1,6 @@
 """How an image becomes a network's input: the same for evaluation, predict, the probe, figures, the page and exports.
 
-Files are decoded by `ea_vision.data.image_files.decode_image` to 8-bit RGB: alpha is dropped, grey is repeated, 16 bits
+Files are decoded by `ea_vision.data.decoding.decode_image` to 8-bit RGB: alpha is dropped, grey is repeated, 16 bits
 keep their upper 8, EXIF's orientation is ignored. Then a `Preparation` scales, crops and normalises. A model of Hugging
 Face's has a `Processed` instead, which calls its image processor.
 """

@@ -16,8 +16,11 @@ from torch import nn
 import ea_vision
 from ea_vision import export, predict
 from ea_vision.base.errors import UsageError
+from ea_vision.data.small_images import load_dataset
 from ea_vision.engine import run_folder, train_cifar, train_imagenet
 from ea_vision.engine.config import resolve
+from ea_vision.visualize.image_maps import record
+from ea_vision.zoo.loaded import as_model
 from tests.recorder.networks import lively
 
 TRAINERS = {
@@ -288,3 +291,30 @@ def check_processor(name, **options):
         return False
     assert torch.equal(x, expected[None])
     return True
+
+
+@pytest.mark.parametrize("name", ["MobileViTImageProcessor", "Owlv2ImageProcessor"])
+@pytest.mark.filterwarnings("ignore")
+def test_figures_show_the_pixels_that_the_network_saw(name):
+    """Un-normalised, red before blue; and another mean and std are those of the input."""
+    transformers = pytest.importorskip("transformers")
+    processor = getattr(transformers, name)()
+    loaded = as_model(nn.Conv2d(3, 4, 3), processor=processor)
+    colour = torch.tensor([200.0, 120.0, 40.0]) / 255
+    image = Image.new("RGB", (300, 200), (200, 120, 40))
+    shown = record(loaded, image, []).image
+    H, W = shown.shape[1:]
+    middle = shown[:, H // 4, W // 2]
+    assert (middle - colour).abs().max() < 0.01
+    mean = (0.1, 0.2, 0.3)
+    x = ea_vision.preprocess(loaded, image, mean=mean, std=(2.0, 2.0, 2.0))[0, :, H // 4, W // 2]
+    channels = colour.flip(0) if name.startswith("MobileViT") else colour
+    assert (x - (channels - torch.tensor(mean)) / 2).abs().max() < 0.01
+
+
+def test_the_probe_sees_what_is_evaluated(tmp_path, photos):
+    run = write_run(tmp_path / "run", "train-imagenet", "test_resnet", 32, eval_resize=37)
+    preparation = as_model(run).preparation
+    images = load_dataset("folder", str(photos), preparation).test
+    for image, file in zip(images.images, images.names, strict=True):
+        assert torch.equal(preparation.normalize(image), ea_vision.preprocess(run, file)[0])
