@@ -95,6 +95,9 @@ class Loader:
             return self.count // (self.batch_size * self.world_size)
         return math.ceil(math.ceil(self.count / self.world_size) / self.batch_size)
 
+    def close(self) -> None:
+        """End what the loader has started, such as worker processes."""
+
     def train_places(self, first: int = 0) -> list[slice]:
         """Return the places in the epoch's order of each batch from number `first` on."""
         places = []

@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ea_vision.base.processes import usable_cpus
 from ea_vision.data.augment import normalize
 from ea_vision.data.beton import IMPOSSIBLE, Beton, require_ffcv
-from ea_vision.data.imagenet import AHEAD, ImageTrainLoader
+from ea_vision.data.imagenet import AHEAD, MOST_BY_DEFAULT, ImageTrainLoader
 
 # os_cache off: images are shuffled within this many pages (of 8 MiB, as FFCV writes them)
 PAGES_TOGETHER = 16
@@ -111,6 +112,9 @@ class BetonTrainLoader(ImageTrainLoader):
         self.hflip = hflip
         self.on_cpu = self.device.type == "cpu"
         self._free: dict[tuple[int, ...], list[np.ndarray]] = defaultdict(list)
+
+    def _default_workers(self) -> int:
+        return min(MOST_BY_DEFAULT, usable_cpus())  # threads
 
     def _order(self, epoch: int) -> Tensor:
         if self.os_cache:

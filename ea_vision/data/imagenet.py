@@ -24,13 +24,15 @@ from torchvision import transforms
 
 from ea_vision.base.devices import pins_memory
 from ea_vision.base.errors import RunError
-from ea_vision.base.processes import end_with_parent, start_method, workers_watched
+from ea_vision.base.processes import end_with_parent, start_method, usable_cpus, workers_watched
 from ea_vision.data.augment import normalize
 from ea_vision.data.bad_images import BadImages
 from ea_vision.data.batches import Batch, Loader, epoch_generator, sent
 from ea_vision.data.decoding import BrokenImage
 from ea_vision.data.scaling import Size, pixels_of
 
+MOST_BY_DEFAULT = 8  # workers
+IMAGES_PER_SPAWN = 1000  # spawning a worker costs about as much as decoding so many: 10 s of a CPU
 AHEAD = 2  # batches that each worker prepares
 GLOO_SECONDS = 0.3  # in which gloo's threads must end a collective
 # If a worker sends no batch for so long, the process ends with an error, and torchrun restarts it.
@@ -143,13 +145,49 @@ def _begin_worker(_number: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
+class _Workers:
+    """The processes that decode images of one size. They start once: each call of `decoded` gives them other batches.
+
+    Args:
+        count: 0: this process decodes. pinned: whether batches are copied into pinned memory.
+    """
+
+    def __init__(self, decoder: Decoder, img_size: int, count: int, pinned: bool):
+        self.img_size = img_size
+        self._batches: list[
+            np.ndarray
+        ] = []  # a batch sampler, which torch reads anew for each iteration
+        of_workers = {}
+        if count:
+            of_workers["prefetch_factor"] = AHEAD
+            of_workers["multiprocessing_context"] = start_method()
+            of_workers["timeout"] = STUCK_SECONDS
+            of_workers["persistent_workers"] = True
+        self._loader = DataLoader(
+            decoder,
+            batch_sampler=self._batches,
+            num_workers=count,
+            collate_fn=_as_decoded,
+            pin_memory=pinned,
+            worker_init_fn=_begin_worker,
+            # A generator of its own, since the trainer's random state is part of its checkpoints.
+            generator=torch.Generator(),
+            **of_workers,
+        )
+
+    def decoded(self, batches: list[np.ndarray]) -> Iterator[Decoded]:
+        """Return the decoder's result for each batch, in order."""
+        self._batches[:] = batches
+        return iter(self._loader)
+
+
 class DecodingLoader(Loader):
     """Base of all loaders that decode images as they are needed. For other images, or other ways to decode them, a
     subclass overrides `_decoder`, `_decoded`, `_pixels` or `_batch`.
 
     Args: transform: takes a size in pixels, returns the function that makes an image's pixels (H, W, 3) of that size;
-    workers: number of processes that decode for this one, 0: none; bad_images: collects the unreadable ones; common:
-    see `Loader`.
+    workers: number of processes that decode for this one, 0: none, -1: as many as CPUs and images call for; they start
+    with the first batch and end with `close`; bad_images: collects the unreadable ones; common: see `Loader`.
     """
 
     def __init__(
@@ -166,8 +204,13 @@ class DecodingLoader(Loader):
         self.source = source
         self.transform = transform
         self.img_size = img_size
-        self.workers = workers
+        self.workers = self._default_workers() if workers < 0 else workers
         self.bad_images = bad_images
+        self._workers: _Workers | None = None  # start with the first batch
+
+    def _default_workers(self) -> int:
+        most = min(MOST_BY_DEFAULT, usable_cpus())
+        return most if start_method() == "fork" else min(most, len(self.source) // IMAGES_PER_SPAWN)
 
     def _decoder(self, img_size: int | Size) -> Decoder:
         read = TransformedImages(self.source, self.transform(img_size))
@@ -175,28 +218,20 @@ class DecodingLoader(Loader):
 
     def _decoded(self, batches: list[np.ndarray], img_size: int) -> Iterator[Decoded]:
         """Yield the decoder's result for each batch of rows (seed, index), in order."""
-        of_workers = {}
-        if self.workers:
-            of_workers["prefetch_factor"] = AHEAD
-            of_workers["multiprocessing_context"] = start_method()
-            of_workers["timeout"] = STUCK_SECONDS
-        if self.workers and self.world_size > 1 and self.device.type == "cpu":
-            # After a collective gloo's threads enter the interpreter to drop its tensors. A worker that is forked at
-            # that moment waits for ever for the interpreter's list of threads.
-            time.sleep(GLOO_SECONDS)
-        loader = DataLoader(
-            self._decoder(img_size),
-            batch_sampler=batches,
-            num_workers=self.workers,
-            collate_fn=_as_decoded,
-            pin_memory=pins_memory(self.device),
-            worker_init_fn=_begin_worker,
-            # A generator of its own, since the trainer's random state is part of its checkpoints.
-            generator=torch.Generator(),
-            **of_workers,
-        )
+        if self._workers is None or self._workers.img_size != img_size:
+            self.close()
+            if self.workers and self.world_size > 1 and self.device.type == "cpu":
+                # After a collective gloo's threads enter the interpreter to drop its tensors. A worker that is forked
+                # at that moment waits for ever for the interpreter's list of threads.
+                time.sleep(GLOO_SECONDS)
+            pinned = pins_memory(self.device)
+            self._workers = _Workers(self._decoder(img_size), img_size, self.workers, pinned)
         with workers_watched() if self.workers else nullcontext():
-            yield from loader
+            yield from self._workers.decoded(batches)
+
+    def close(self) -> None:
+        """End the worker processes."""
+        self._workers = None  # torch's iterator ends them when it is deleted
 
     def _show(self, batches: list[np.ndarray], img_size: int) -> Iterator[Batch]:
         """Yield the batches of these rows of (seed, index), in order."""
@@ -285,3 +320,9 @@ class ImageEvalLoader(DecodingLoader):
             seeds = [0] * len(images)
             batches.append(np.array([seeds, images], np.int64).T)
         yield from self._show(batches, self.img_size)
+
+    def images_of(self, places: Sequence[int]) -> Tensor:
+        """Return images by their numbers, without unreadable ones: float32 (B, C, H, W), normalised."""
+        keys = np.array([[0] * len(places), places], np.int64).T
+        [batch] = self._show([keys], self.img_size)
+        return batch.images

@@ -1,6 +1,6 @@
 """Loaders for images that fit in memory: decoded once, kept as uint8 on the device, augmented there in batches."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -49,6 +49,10 @@ class EvalLoader(_OnDevice):
     """Every image once over all processes."""
 
     training = False
+
+    def images_of(self, places: Sequence[int]) -> torch.Tensor:
+        """Return images by their numbers: float32 (B, C, H, W), normalised."""
+        return normalize(self.images[list(places)], self.mean, self.std)
 
     def batches(self) -> Iterator[Batch]:
         """Yield the batches; the last ones may be short or empty."""

@@ -89,9 +89,11 @@ class DetectionConfig(TrainConfig):
         "", "folder with train/, val/, train.json and val.json, or COCO's own", DATA
     )
     workers: int = setting(
-        8,
-        "processes that decode images, per training process; 0: in this one",
+        -1,
+        "processes that decode images, per training process; 0: in this one; -1: one per CPU, up to 8, and "
+        "where processes are spawned (macOS, Windows) one per 1,000 images",
         DATA,
+        minimum=-1,
         maximum=MOST_WORKERS,
     )
     batch_size: int = setting(8, "images per process and step", LENGTH, minimum=1)

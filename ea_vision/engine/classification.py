@@ -13,12 +13,14 @@ from ea_vision.base.errors import UsageError
 from ea_vision.engine.config import (
     AUGMENT,
     EVALUATION,
+    KEPT,
     LOSS,
     OPTIMISER,
     TrainConfig,
     option,
     setting,
 )
+from ea_vision.engine.draw_maps import MapsPictures, check_has_maps
 from ea_vision.engine.evaluate import VIEWS, autocast, evaluate
 from ea_vision.engine.train import Trainer
 
@@ -69,6 +71,12 @@ class ClassificationConfig(TrainConfig):
         choices=("pixel", "rand", "const"),
         goes_with="reprob",
     )
+    draw_maps: int = setting(
+        0,
+        "epochs between pictures of the attention maps of four images to evaluate on, in RUN/maps, "
+        "TensorBoard and Weights & Biases; 0: none",
+        KEPT,
+    )
     tta: str = setting(
         "none",
         "evaluation: average the logits of these views of an image; six: mirrored and shifted by a "
@@ -110,6 +118,9 @@ class ClassificationTrainer(Trainer):
             )
         if config.reprob:
             self.erase = RandomErasing(config.reprob, mode=config.remode, device=self.world.device)
+        if config.draw_maps:
+            check_has_maps(self.model, config.model)
+            self.pictures = MapsPictures(self.eval_loader, self.folder, config.draw_maps)
         self.loss_of = (
             BinaryCrossEntropy(config.smoothing, config.bce_target_thresh or None)
             if config.bce_loss

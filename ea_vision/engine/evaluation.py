@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,10 @@ def evaluate_target(module: type[DataModule], target: str, given: dict) -> None:
             data.follow(model, given)
         loader = data.eval_loader(**data.loader_keywords(model))
         tta = getattr(config, "tta", "none")  # an option of classifiers
-        result = module.trainer.evaluate(model, loader, model.num_classes, world, config, tta=tta)
+        with closing(loader):
+            result = module.trainer.evaluate(
+                model, loader, model.num_classes, world, config, tta=tta
+            )
         if world.is_main:
             about = {
                 "target": target,

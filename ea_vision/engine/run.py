@@ -9,6 +9,7 @@ import math
 import os
 import socket
 import sys
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from timm.utils import random_seed
 from torch import nn
 
 from ea_vision.base.devices import device_named
-from ea_vision.base.errors import UsageError, near_matches
+from ea_vision.base.errors import RunError, UsageError, near_matches
 from ea_vision.base.files import check_writable, write_json
 from ea_vision.base.processes import World, join_world, workers_watched
 from ea_vision.base.provenance import hardware, provenance
@@ -29,7 +30,7 @@ from ea_vision.engine.evaluation import evaluate_target
 from ea_vision.engine.optimizer import check_optimizer_name
 from ea_vision.engine.preflight import preflight
 from ea_vision.engine.resume import begin_or_resume, is_complete
-from ea_vision.engine.signals import StopRequest
+from ea_vision.engine.signals import StoppedAtOnce, StopRequest
 from ea_vision.engine.step_log import log_to_stdout
 from ea_vision.engine.train import Trainer
 from ea_vision.zoo.create import create_classifier
@@ -107,21 +108,35 @@ def train(module: type[DataModule], config: TrainConfig) -> None:
         RunError: the run had to stop.
     """
     folder = folder_of(module, config)
-    with join_world(config.device, config.dist_timeout) as world, StopRequest() as stop:
-        log_to_stdout(world.rank)
-        check_writable(folder)
-        run_folder.check_free(folder, world)
-        log.info("recipe      %s", config.recipe)
-        data = module(config.for_processes(world.size), world, training=True)
-        data.check()
-        if is_complete(folder, data):
-            log.info("%s is complete", folder)
-            return
-        trainer, about = put_together(data, folder, stop)
-        with run_folder.locked(folder, world):
-            begin_or_resume(trainer, about)
-            trainer.fit()
-            finish(trainer, about)
+    try:
+        with StopRequest() as stop, join_world(config.device, config.dist_timeout) as world:
+            _train(module, config, folder, world, stop)
+    except StoppedAtOnce as error:
+        raise RunError(
+            f"stopped by signal {error.signal} before the first update; the same command begins again",
+            128 + error.signal,
+        ) from None
+
+
+def _train(
+    module: type[DataModule], config: TrainConfig, folder: Path, world: World, stop: StopRequest
+) -> None:
+    """Train in `folder` as one process of `world`."""
+    log_to_stdout(world.rank)
+    check_writable(folder)
+    run_folder.check_free(folder, world)
+    log.info("recipe      %s", config.recipe)
+    data = module(config.for_processes(world.size), world, training=True)
+    data.check()
+    if is_complete(folder, data):
+        log.info("%s is complete", folder)
+        return
+    trainer, about = put_together(data, folder, stop)
+    loaders = (trainer.train_loader, trainer.eval_loader)
+    with run_folder.locked(folder, world), closing(loaders[0]), closing(loaders[1]):
+        begin_or_resume(trainer, about)
+        trainer.fit()
+        finish(trainer, about)
 
 
 def put_together(data: DataModule, folder: Path, stop: StopRequest) -> tuple[Trainer, dict]:
@@ -323,9 +338,10 @@ def _final_figures(trainer: Trainer, row: dict[str, float], tested: bool) -> dic
     data = trainer.data
     first = trainer.measures[0]
     loader = data.test_loader(**data.loader_keywords(trainer.model))
-    result = trainer.evaluate(
-        trainer.best_model, loader, len(data.classes), trainer.world, trainer.config
-    )
+    with closing(loader):
+        result = trainer.evaluate(
+            trainer.best_model, loader, len(data.classes), trainer.world, trainer.config
+        )
     return figures | {f"held_out_{first}": row[first], **result.figures()}
 
 

@@ -1,17 +1,37 @@
-"""SIGTERM and Ctrl-C as a request to stop, which the training loop meets after an update."""
+"""SIGTERM and Ctrl-C: they end a run at once until its first update, and after an update from then on."""
 
 import signal
 
 
+class StoppedAtOnce(BaseException):
+    """Raised in the main thread by a signal before the first update. No library that catches Exception stops it.
+
+    Attributes:
+        signal: its number.
+    """
+
+    def __init__(self, number: int):
+        super().__init__(number)
+        self.signal = number
+
+
 class StopRequest:
-    """While active, remembers the first SIGTERM or SIGINT and ignores further SIGTERMs, because schedulers signal every
-    process of a job, and torchrun forwards its own to them. A second Ctrl-C acts at once."""
+    """While active, the first SIGTERM or SIGINT raises StoppedAtOnce or, once `deferred`, is remembered for the
+    training loop. Further SIGTERMs are ignored, because schedulers signal every process of a job, and torchrun forwards
+    its own to them. A second Ctrl-C acts at once.
+
+    Attributes:
+        signal: the number of the first signal; None without one.
+        deferred: whether a signal waits for the end of an update: true from the first update of this start on. Until
+            then a checkpoint has all that there is.
+    """
 
     signal: int | None = None
+    deferred = False
 
     def __enter__(self) -> "StopRequest":
         self._previous = {
-            number: signal.signal(number, self._remember)
+            number: signal.signal(number, self._receive)
             for number in (signal.SIGTERM, signal.SIGINT)
         }
         return self
@@ -23,8 +43,11 @@ class StopRequest:
                 handler = signal.SIG_IGN
             signal.signal(number, handler)
 
-    def _remember(self, number: int, _frame) -> None:
-        if self.signal is None:
+    def _receive(self, number: int, _frame) -> None:
+        first = self.signal is None
+        if first:
             self.signal = number
         if number == signal.SIGINT:
             signal.signal(number, signal.default_int_handler)
+        if first and not self.deferred:
+            raise StoppedAtOnce(number)

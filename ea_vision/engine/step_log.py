@@ -10,8 +10,10 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import psutil
 import torch
+from PIL import Image
 
 from ea_vision.base.devices import peak_memory
 from ea_vision.base.errors import UsageError, extra_required
@@ -137,6 +139,18 @@ class StepLog:
             self._try("TensorBoard", self._write_events, values, step)
         if self.board:
             self._try("Weights & Biases", self.board.log, values, step=step)
+
+    def send_picture(self, name: str, path: Path, step: int) -> None:
+        """Send a picture to TensorBoard and Weights & Biases; step: the number of updates."""
+        with Image.open(path) as image:
+            pixels = np.asarray(image.convert("RGB"))
+        if self.writer:
+            self._try("TensorBoard", self.writer.add_image, name, pixels, step, dataformats="HWC")
+            self.writer.flush()
+        if self.board:
+            import wandb
+
+            self._try("Weights & Biases", self.board.log, {name: wandb.Image(pixels)}, step=step)
 
     def close(self) -> None:
         """End the run of Weights & Biases."""

@@ -31,6 +31,7 @@ from ea_vision.base.processes import WorkerLost, mean_in_order, worker_lost
 from ea_vision.base.units import duration
 from ea_vision.engine import checkpoint, run_folder
 from ea_vision.engine.data_module import DataModule
+from ea_vision.engine.draw_maps import MapsPictures
 from ea_vision.engine.evaluate import NonFiniteLoss
 from ea_vision.engine.optimizer import build_optimizer, build_schedule, load_optimizer
 from ea_vision.engine.signals import StopRequest
@@ -182,6 +183,7 @@ class Trainer:
         self.scheduler = build_schedule(config, self.optimizer, self.updates_per_epoch)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=config.amp == "float16")
         self.progress = Progress()
+        self.pictures: MapsPictures | None = None  # of --draw-maps
         self.step_log = None  # a StepLog, once the run begins
         self.last_good = None  # path of a checkpoint, likewise
         self.check_every = 1 if world.device.type == "cpu" else LOOK_EVERY
@@ -348,6 +350,7 @@ class Trainer:
         ids = [batch_ids for _, _, batch_ids in batches]
         values = torch.stack([summed[0] / self.world.size, norm.float(), summed[1], summed[2]])
         self.unchecked.append(Update(progress.step, rate, ids, strict, values))
+        self.stop.deferred = True
 
     def _backward(self, batches: list) -> Tensor:
         """Add up the gradients of the batches; return their mean loss, on the device."""
@@ -544,6 +547,10 @@ class Trainer:
             "seconds": trained + time.perf_counter() - start,
         }
         row = rounded(row | maps | gates(self.best_model))
+        picture = None
+        if self.pictures is not None and self.world.is_main:
+            if is_multiple(number, self.pictures.every):
+                picture = self.pictures.draw(self.best_model, self.config.model, number)
         measured = row[self.measures[0]]
         best = measured > progress.best_top1
         if best:
@@ -556,6 +563,8 @@ class Trainer:
         self.save(best, snapshot=is_multiple(number, self.config.snapshot_epochs))
         if self.step_log is not None:
             self.step_log.send("epoch", row)
+            if picture is not None:
+                self.step_log.send_picture("maps", picture, row["step"])
         self._log_epoch(row)
 
     def _evaluated(self, number: int) -> tuple[dict[str, float], dict[str, float]]:

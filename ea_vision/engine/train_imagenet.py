@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ea_vision.base.errors import UsageError
-from ea_vision.base.processes import MOST_WORKERS, World, usable_cpus
+from ea_vision.base.processes import MOST_WORKERS, World
 from ea_vision.data.bad_images import BadImages
 from ea_vision.data.batches import GrowingSize
 from ea_vision.data.beton import Beton, Evaluated
@@ -56,9 +56,11 @@ class ImageNetConfig(ClassificationConfig):
     output: str = setting("", "the run's own folder; empty: runs/imagenet-MODEL", RUN)
     data_dir: str = setting("", "folder with train and val, folders or tars of classes", DATA)
     workers: int = setting(
-        min(8, usable_cpus()),
-        "processes (threads for FFCV) that decode images, per training process; 0: in this one",
+        -1,
+        "processes (threads for FFCV) that decode images, per training process; 0: in this one; -1: one "
+        "per CPU, up to 8, and where processes are spawned (macOS, Windows) one per 1,000 images",
         DATA,
+        minimum=-1,
         maximum=MOST_WORKERS,
     )
     dataset: str = option(

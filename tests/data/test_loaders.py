@@ -1,8 +1,10 @@
 """Loaders of images decoded on demand (files and FFCV) or stored on the device: each augmented image is a function of
 seed, epoch and image alone, evaluation shows every image once, damaged images are named and replaced."""
 
+import multiprocessing
 import pickle
 from collections import Counter
+from contextlib import closing
 from functools import partial
 
 import numpy as np
@@ -13,7 +15,7 @@ from timm.data.distributed_sampler import RepeatAugSampler
 
 from ea_vision.base.errors import RunError
 from ea_vision.base.processes import World
-from ea_vision.data import write_ffcv
+from ea_vision.data import imagenet, write_ffcv
 from ea_vision.data.augment import Augmentation
 from ea_vision.data.bad_images import BadImages
 from ea_vision.data.batches import GrowingSize, epoch_generator
@@ -319,3 +321,52 @@ def test_alternating_flips_follow_each_image_through_the_epochs():
         assert [e[number] for e in epochs] == [value, not value, value, not value]
     assert flipped(2, 0, 2) | flipped(2, 1, 2) == epochs[2], "as on one process"
     assert flipped(3, first=3).items() <= epochs[3].items(), "and from the middle of an epoch on"
+
+
+@pytest.mark.parametrize(
+    "method, workers", [("fork", 2), pytest.param("spawn", 1, marks=pytest.mark.slow)]
+)
+def test_workers_start_once_for_all_epochs(sources, monkeypatch, method, workers):
+    """Two epochs, of which one is left in its middle, and two evaluations start the workers of two loaders; the batches
+    are those that this process decodes."""
+    if method not in multiprocessing.get_all_start_methods():
+        pytest.skip(f"processes cannot {method} here")
+    monkeypatch.setattr(imagenet, "start_method", lambda: method)
+    starts = []
+    process = multiprocessing.get_context(method).Process
+    start = process.start
+    monkeypatch.setattr(process, "start", lambda self: starts.append(self) or start(self))
+
+    def run(count):
+        """Return the images of an epoch in part, an evaluation, an epoch and an evaluation."""
+        train = loader(sources["files"], "files", 4, workers=count)
+        evaluation = loader(sources["eval"], "eval", 5, workers=count)
+        shown = []
+        with closing(train), closing(evaluation):
+            with closing(train.batches(0)) as part:
+                shown.append(next(part).images)
+            shown += [batch.images for batch in evaluation.batches()]
+            shown += [batch.images for batch in train.batches(1, 3)]
+            shown += [batch.images for batch in evaluation.batches()]
+        return shown
+
+    expected = run(0)
+    assert not starts
+    shown = run(workers)
+    assert len(starts) == 2 * workers
+    assert not any(worker.is_alive() for worker in starts)
+    assert len(shown) == len(expected)
+    assert all(map(torch.equal, shown, expected))
+
+
+def test_the_default_number_of_workers_fits_how_they_start(sources, monkeypatch):
+    monkeypatch.setattr(imagenet, "usable_cpus", lambda: 4)
+    for method, images, expected in (
+        ("fork", 40, 4),
+        ("spawn", 900, 0),
+        ("spawn", 2500, 2),
+        ("spawn", 10**6, 4),
+    ):
+        monkeypatch.setattr(imagenet, "start_method", lambda method=method: method)
+        assert loader(range(images), "files", 4, workers=-1).workers == expected
+        assert loader(range(images), "files", 4, workers=3).workers == 3

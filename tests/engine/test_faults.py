@@ -138,7 +138,8 @@ def test_refusals(data, tmp_path, refusal, more, message):
 
 
 IMAGENET = (
-    "--model test_resnet --img-size 16 --eval-resize 20 --batch-size 8 --workers 1 --device cpu"
+    "--model test_resnet --img-size 16 --eval-resize 20 --batch-size 8 --workers 1 --device cpu "
+    "--warmup-epochs 0"
 )
 
 
