@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ea_vision.base.errors import UsageError
-from ea_vision.base.figures import PAGE, figure_bytes
+from ea_vision.base.figures import figure_bytes
 from ea_vision.base.files import atomic_write, create
 from ea_vision.engine import checkpoint
 
@@ -53,7 +53,6 @@ class MapsPictures:
                 {f"{name}, epoch {epoch}": network.eval()},
                 self.pixels(),
                 heads="mean",
-                width=PAGE,
                 mean=self.loader.mean.tolist(),
                 std=self.loader.std.tolist(),
             )

@@ -36,7 +36,7 @@ def test_pictures_come_every_few_epochs_and_change_nothing(data, tmp_path):
     assert train_cifar.main(cifar(data, drawn, "--draw-maps 2")) == 0
     assert pictures_of(drawn) == ["epoch_0002.png"]
     with Image.open(drawn / "maps" / "epoch_0002.png") as image:
-        assert image.width > 1000
+        assert image.width > 400
         assert np.asarray(image).std() > 10
     assert not (tmp_path / "plain" / "maps").exists()
     assert_equal(weights_of(drawn), weights_of(tmp_path / "plain"))
