@@ -20,6 +20,7 @@ from experiments.evidence import paired
 from experiments.sensitivity import HERE, NARROW_100, top1_of
 
 RUN_B = "results/collapse.csv"
+RUN_B_TIMES = "results/collapse-times.csv"
 ADDED = "results/added-attention-runs.csv"
 ADDED_TIMES = "results/added-attention-times.csv"
 
@@ -60,14 +61,13 @@ COMPARISONS = (
 
 
 def time_ratio(comparison: Comparison) -> float:
-    """Return how many times as long the better network trains: measured steps, else the median of the runs' seconds."""
-    file, data = comparison.runs
+    """Return how many times as long an update of the better network takes, timed in turns: a median of repetitions."""
+    file, _ = comparison.runs
     if file == ADDED:
         times = pd.read_csv(HERE / ADDED_TIMES).set_index("model")["train_ms"]
         return times[comparison.better] / times[comparison.beside]
-    rows = pd.read_csv(HERE / file).query("data == @data")
-    seconds = rows.pivot(index="seed", columns="network", values="seconds")
-    return (seconds[comparison.better] / seconds[comparison.beside]).median()
+    times = pd.read_csv(HERE / RUN_B_TIMES)
+    return (times[comparison.better] / times[comparison.beside]).median()
 
 
 def table() -> pd.DataFrame:
