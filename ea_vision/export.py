@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     about = About(
         model.label,
         **asdict(model.preparation),
-        num_classes=model.model.num_classes,
+        num_classes=model.num_classes,
         classes=model.classes,
     )
     write(export_program(model.model, model.img_size), args.output, about)

@@ -68,7 +68,7 @@ def predict(
         if inputs:
             with torch.no_grad():
                 try:
-                    logits = loaded.model(loaded.batch_of([x for _, x in inputs]))
+                    logits = loaded.classify(loaded.batch_of([x for _, x in inputs]))
                 except RuntimeError as error:
                     loaded.check_channels(error)
                     raise
@@ -102,7 +102,7 @@ def classify(
     loaded: LoadedModel, images: Sequence[str], args: argparse.Namespace
 ) -> Iterator[tuple[str, str, list]]:
     """Yield for each image its error or "", its likeliest classes as text, and its entries of the JSON."""
-    if not loaded.trained or not loaded.model.num_classes:
+    if not loaded.trained or not loaded.num_classes:
         lacking = "weights" if not loaded.trained else "classifier"
         raise UsageError(
             "a run folder or a model with trained weights and a classifier is required (`ea-vision models "

@@ -68,6 +68,11 @@ class LoadedModel:
         return self.preparation.size
 
     @property
+    def num_classes(self) -> int:
+        """The number of classes; 0 without a classifier."""
+        return getattr(self.model, "num_classes", len(self.classes or ()))
+
+    @property
     def device(self) -> torch.device:
         """The network's device; an exported network runs on the CPU."""
         weights = list(self.model.parameters())
@@ -110,6 +115,11 @@ class LoadedModel:
                 in_unit_range(shown, ROUNDING)
                 return x
         return self.preparation.normalize(in_unit_range(image))
+
+    def classify(self, x: Tensor) -> Tensor:
+        """Return logits (B, classes) of a batch from `batch_of`."""
+        output = self.model(x)
+        return getattr(output, "logits", output)  # transformers' models return several
 
     def shown(self, x: Tensor) -> Tensor:
         """Return the image in 0..1 of an input (3, H, W)."""
@@ -272,8 +282,9 @@ def _classifier(model: nn.Module, source: Source, trained: bool) -> LoadedModel:
 def _transformer(model: nn.Module, source: Source, trained: bool) -> LoadedModel:
     """Return a model of transformers with the image processor that was saved beside its weights."""
     loaded = as_loaded(model, source.label, trained)
-    labels = model.config.id2label or {}
-    loaded.classes = [labels[index] for index in sorted(labels)]
+    if type(model).__name__.endswith("ForImageClassification"):
+        labels = model.config.id2label
+        loaded.classes = [labels[index] for index in sorted(labels)]
     return loaded
 
 

@@ -1,0 +1,103 @@
+"""The door: what a target names, and one line for whatever a constructor raises, wherever the target is given."""
+
+import pytest
+import timm
+import torch
+from PIL import Image
+
+import ea_vision
+from ea_vision.base.errors import UsageError
+from ea_vision.engine import run_folder, train_cifar
+from ea_vision.predict import main as predict
+from ea_vision.predict import predict as predictions
+from ea_vision.sizes import count_network
+from ea_vision.zoo.loaded import load_model
+from ea_vision.zoo.source import source_of
+
+VIT = "test_vit"
+REFUSED = {"class_token": False}  # timm asserts that a pooling by token has one
+
+
+@pytest.fixture
+def refused_run(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    run_folder.write_config(folder, {"model": VIT, "dataset": "digits"}, {"model_kwargs": REFUSED})
+    run_folder.write_weights(folder, timm.create_model(VIT).state_dict())
+    return folder
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        load_model,
+        ea_vision.load,
+        count_network,
+        lambda target: predict([target, "digits#0"]),
+        lambda target: train_cifar.main(["--evaluate", target, "--device", "cpu"]),
+        lambda target: ea_vision.visualize.plot_heatmap(target, "digits#0"),
+    ],
+    ids=["load_model", "load", "sizes", "predict", "evaluate", "plot_heatmap"],
+)
+def test_what_a_runs_network_raises_is_one_line_everywhere(refused_run, use):
+    with pytest.raises(UsageError, match=f"model {VIT} refuses class_token=False") as info:
+        use(str(refused_run))
+    assert "\n" not in str(info.value)
+
+
+@pytest.mark.parametrize("random", [True, False])
+def test_what_a_named_network_raises_is_one_line(random):
+    with pytest.raises(UsageError, match="refuses class_token=False"):
+        load_model("vit_tiny_patch16_224", random=random, **REFUSED)
+
+
+def test_a_keyword_that_a_network_lacks_is_named():
+    with pytest.raises(UsageError, match="no keyword 'nosuch'"):
+        load_model("resnet18", random=True, nosuch=1)
+
+
+@pytest.mark.parametrize("evolved", [False, True])
+def test_a_folder_of_save_pretrained_is_a_target(evolved, tmp_path, capsys):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ViTConfig(
+        hidden_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        intermediate_size=32,
+        image_size=32,
+        patch_size=8,
+        id2label={0: "ant", 1: "bee", 2: "cow"},
+    )
+    torch.manual_seed(0)
+    model = transformers.ViTForImageClassification(config).eval()
+    if evolved:
+        model = ea_vision.evolve(model, "ea").eval()
+    folder = str(tmp_path / "saved")
+    model.save_pretrained(folder)
+    processor = transformers.ViTImageProcessor(size={"height": 32, "width": 32})
+    processor.save_pretrained(folder)
+    image = Image.effect_noise((40, 30), 60).convert("RGB")
+    image.save(tmp_path / "noise.png")
+
+    x = processor(image, return_tensors="pt")["pixel_values"]
+    torch.testing.assert_close(ea_vision.preprocess(folder, image), x)
+    loaded = ea_vision.load(folder)
+    assert not loaded.training
+    torch.testing.assert_close(loaded(x).logits, model(x).logits)
+    with torch.no_grad():
+        share, index = model(x).logits.softmax(-1).max(-1)
+    [result] = predictions(load_model(folder), [image], top=1)
+    assert result["classes"][0]["name"] == ["ant", "bee", "cow"][index]
+    assert result["classes"][0]["probability"] == pytest.approx(float(share), abs=1e-5)
+    assert predict([folder, str(tmp_path / "noise.png")]) == 0
+    assert ["ant", "bee", "cow"][index] in capsys.readouterr().out
+    with pytest.raises(UsageError, match="random weights"):
+        load_model(folder, random=True)
+
+
+def test_a_broken_config_is_one_line(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UsageError, match="config.json"):
+        source_of(str(tmp_path))
+    with pytest.raises(UsageError, match="config.json"):
+        source_of(f"local-dir:{tmp_path}")
