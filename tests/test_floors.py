@@ -1,12 +1,21 @@
-"""The package's floors: every import points downwards."""
+"""The package's floors: every import points downwards, and docs/architecture.md lists them."""
 
 import ast
+import re
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
+
 import ea_vision
+from tests.process import ROOT as CHECKOUT
 
 ROOT = Path(ea_vision.__file__).parent
-FLOORS = "base ops layers models data zoo recorder visualize deployment engine detection".split()
+# by room, those that it imports, as the page says
+PAGE = (CHECKOUT / "docs" / "architecture.md").read_text(encoding="utf-8")
+TABLE = dict(re.findall(r"^\| `(\w+)` \|.*\| ([\w, ]*)\|$", PAGE, re.MULTILINE))
+FLOORS = list(TABLE)
 
 
 def floor_of(parts):
@@ -41,6 +50,36 @@ def test_every_import_points_downwards():
 def test_every_room_is_on_a_floor():
     rooms = {path.parent.name for path in ROOT.glob("*/__init__.py")}
     assert rooms - {"recipes"} <= set(FLOORS), "a new folder needs its place in FLOORS"
+
+
+def test_the_page_says_what_each_room_imports():
+    rooms = {room: set() for room in FLOORS}
+    for room, others in rooms.items():
+        for path in (ROOT / room).rglob("*.py"):
+            others.update(module[1] for module in imports_of(path))
+        others.discard(room)
+    assert rooms == {room: set(re.findall(r"\w+", text)) for room, text in TABLE.items()}
+    for path in re.findall(r"`(\w+/\w+\.py)`", PAGE):
+        assert (ROOT / path).is_file() or (CHECKOUT / path).is_file(), path
+
+
+@pytest.mark.parametrize(
+    "imports, most",
+    [("import ea_vision.visualize", 50), ("from ea_vision.visualize import plot_heatmap", 85)],
+)
+def test_a_figure_loads_only_what_it_needs(imports, most):
+    code = (
+        f"{imports}; import sys; print(*(name for name in sys.modules if name[:9] == 'ea_vision'))"
+    )
+    modules = subprocess.check_output([sys.executable, "-c", code], text=True).split()
+    assert len(modules) <= most
+    others = (
+        "ea_vision.detection",
+        "ea_vision.deployment",
+        "ea_vision.engine",
+        "ea_vision.data.tars",
+    )
+    assert not [name for name in modules if name.startswith(others)]
 
 
 def test_predict_does_not_wait_for_what_trains():

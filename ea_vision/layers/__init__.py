@@ -8,6 +8,7 @@ from ea_vision.layers.evolution import (
     PredictiveAttention,
     create_evolution,
     evolution_class,
+    evolution_kinds,
     evolution_options,
     learnable_gates,
     register_evolution,

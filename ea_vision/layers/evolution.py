@@ -11,6 +11,7 @@ To add an evolution, decorate a subclass of `Evolution` with `@register_evolutio
 `evolution="name"` and the keywords of its constructor.
 """
 
+import importlib
 import inspect
 import math
 from collections.abc import Callable, Mapping
@@ -221,6 +222,8 @@ def register_evolution(name: str) -> Callable[[type[Evolution]], type[Evolution]
     """
 
     def register(cls: type[Evolution]) -> type[Evolution]:
+        if not cls.__module__.startswith("ea_vision."):
+            evolution_kinds()  # the names of ours are taken
         if name in _EVOLUTIONS:
             raise ValueError(
                 f"evolution {name!r} is {_EVOLUTIONS[name].__name__}; another name required for "
@@ -232,13 +235,19 @@ def register_evolution(name: str) -> Callable[[type[Evolution]], type[Evolution]
     return register
 
 
+def evolution_kinds() -> tuple[str, ...]:
+    """Return the names of the registered evolutions. The first call imports those of `layers.across`."""
+    importlib.import_module("ea_vision.layers.across.evolutions")
+    return tuple(_EVOLUTIONS)
+
+
 def evolution_class(kind: str) -> type[Evolution]:
     """Return the class that is registered under a name.
 
     Raises:
         ValueError: unknown kind.
     """
-    if not isinstance(kind, str) or kind not in _EVOLUTIONS:
+    if kind not in evolution_kinds():
         raise ValueError(
             f"evolution must be one of {', '.join(map(repr, _EVOLUTIONS))} or None, got {kind!r}"
         )
@@ -271,10 +280,10 @@ def evolution_options(kind: str | None = None) -> tuple[str, ...]:
     Raises:
         ValueError: unknown kind.
     """
-    classes = _EVOLUTIONS.values() if kind is None else [evolution_class(kind)]
+    kinds = evolution_kinds() if kind is None else [kind]
     names: list[str] = []
-    for cls in classes:
-        names += inspect.signature(cls).parameters
+    for each in kinds:
+        names += inspect.signature(evolution_class(each)).parameters
     if kind is None:
         names.append("start")  # of `create_evolution`
     return tuple(dict.fromkeys(name for name in names if name not in _MADE_BY_NETWORKS))

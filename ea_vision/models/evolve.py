@@ -6,6 +6,7 @@
 Each family of networks is one entry of `FAMILIES`; the first that accepts a network evolves it.
 """
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from ea_vision.models import any_transformer, evolve_resnet, huggingface
+from ea_vision.models import any_transformer, evolve_resnet
 from ea_vision.models._build import name_plain
 
 
@@ -42,18 +43,25 @@ FAMILIES = [
         unevolve=evolve_resnet.unevolve_resnet,
     ),
     Family(
-        accepts=huggingface.accepts,
-        evolves=huggingface.evolves,
-        evolve=huggingface.evolve_huggingface,
-        unevolve=huggingface.unevolve_huggingface,
-    ),
-    Family(
         accepts=lambda model: True,
         evolves=any_transformer.evolves,
         evolve=any_transformer.evolve_transformer,
         unevolve=any_transformer.unevolve_transformer,
     ),
 ]
+
+
+def register_family(family: Family) -> None:
+    """Add a family before the one that accepts all other networks."""
+    FAMILIES.insert(-1, family)
+
+
+def _families_for(model: nn.Module) -> list[Family]:
+    """Return the families, with that of transformers' models if the network is one."""
+    packages = {cls.__module__.partition(".")[0] for cls in type(model).__mro__}
+    if "transformers" in packages:
+        importlib.import_module("ea_vision.models.huggingface")  # registers it
+    return FAMILIES
 
 
 def evolve(model: nn.Module, kind: str | None = "ea", *args: Any, **options: Any) -> nn.Module:
@@ -86,7 +94,7 @@ def evolve(model: nn.Module, kind: str | None = "ea", *args: Any, **options: Any
         )
     args = map(_without_numpy, args)
     options = {name: _without_numpy(value) for name, value in options.items()}
-    family = next(family for family in FAMILIES if family.accepts(model))
+    family = next(family for family in _families_for(model) if family.accepts(model))
     return family.evolve(model, kind, *args, **options)
 
 
@@ -107,7 +115,7 @@ def unevolve(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: the network does not evolve, or a mechanism changes something.
     """
-    for family in FAMILIES:
+    for family in _families_for(model):
         if family.evolves(model):
             plain = family.unevolve(model)
             name_plain(plain)

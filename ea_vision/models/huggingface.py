@@ -23,6 +23,7 @@ from ea_vision.layers import sequence_attention as sequences
 from ea_vision.layers.handing_on import Handed, HandingBlock, remove_hooks
 from ea_vision.models._mechanisms import Mechanisms, check_idle, refuse
 from ea_vision.models.any_transformer import shared_copy
+from ea_vision.models.evolve import Family, register_family
 from ea_vision.ops import Size
 
 log = logging.getLogger(__name__)
@@ -356,3 +357,10 @@ def from_pretrained(folder: str, **kwargs: Any) -> nn.Module:
     model = cls.from_pretrained(folder, **kwargs)
     model.__class__ = plain
     return model
+
+
+register_family(
+    Family(
+        accepts=accepts, evolves=evolves, evolve=evolve_huggingface, unevolve=unevolve_huggingface
+    )
+)

@@ -7,7 +7,7 @@ import torch
 
 import ea_vision
 from ea_vision.base.errors import UsageError
-from ea_vision.layers import evolution
+from ea_vision.layers import evolution_kinds
 from ea_vision.visualize import (
     plot_heads,
     plot_matrix,
@@ -49,7 +49,7 @@ def check(figure):
 
 
 @pytest.mark.parametrize("transformer", [True, False], ids=["transformer", "convolutional"])
-@pytest.mark.parametrize("kind", sorted(evolution._EVOLUTIONS))
+@pytest.mark.parametrize("kind", sorted(evolution_kinds()))
 def test_every_kind_of_evolution(kind, transformer):
     if transformer:
         model = ea_vision.evolve(timm.create_model("vit_tiny_patch16_224", **TINY), kind).eval()

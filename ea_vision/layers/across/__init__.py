@@ -4,16 +4,5 @@ Those over maps are evolutions (`evolution="..."` of the networks, `ea_vision.ev
 `ValueResidual` and `TokenConv` act on values and tokens; keywords of the networks switch them on.
 """
 
-# importing a mechanism's file registers it
-from ea_vision.layers.across import (
-    conv2d,
-    mta,
-    output,
-    reattention,
-    refiner,
-    residual,
-    talking_heads,
-    uniform,
-)
 from ea_vision.layers.across.token_conv import TokenConv
 from ea_vision.layers.across.value_residual import ValueResidual
