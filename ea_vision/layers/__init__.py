@@ -1,6 +1,6 @@
 """The attention layers and the evolutions of their maps; their arithmetic is `ea_vision.ops`."""
 
-from ea_vision.layers.across import TokenConv, ValueResidual
+from ea_vision.base.lazy import import_later
 from ea_vision.layers.augmented_conv import AugmentedConv2d, check_fusion
 from ea_vision.layers.evolution import (
     Evolution,
@@ -18,3 +18,11 @@ from ea_vision.layers.spatial_transformer import SpatialTransformer, quadrilater
 from ea_vision.layers.token_attention import MapsAttention, attention_layers
 from ea_vision.ops.reference import relative_logits
 from ea_vision.ops.rel_pos import fit_rel_table
+
+__getattr__, __dir__ = import_later(
+    __name__,
+    {
+        "TokenConv": "ea_vision.layers.across:TokenConv",
+        "ValueResidual": "ea_vision.layers.across:ValueResidual",
+    },
+)

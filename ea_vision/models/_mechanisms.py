@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import nn
 
+import ea_vision.layers
 from ea_vision.base.errors import UsageError
-from ea_vision.layers import TokenConv, ValueResidual, create_evolution, evolution_class
+from ea_vision.layers import create_evolution, evolution_class
 from ea_vision.models._attention_config import check_numbers
 
 
@@ -109,10 +110,14 @@ class Mechanisms:
                     attn.num_heads, channels, num_prefix_tokens, **dd
                 )
             if number > 1 and self.value_residual:
-                attn.value_residual = ValueResidual(self.value_residual != "paper", **dd)
+                attn.value_residual = ea_vision.layers.ValueResidual(
+                    self.value_residual != "paper", **dd
+                )
             if number > 1 and self.token_conv:
                 from_zeros = self.token_conv != "paper"
-                block.token_conv = TokenConv(channels, num_prefix_tokens, from_zeros, **dd)
+                block.token_conv = ea_vision.layers.TokenConv(
+                    channels, num_prefix_tokens, from_zeros, **dd
+                )
             for module in (attn.evolution, attn.value_residual, block.token_conv):
                 if module is not None:
                     module.train(block.training)
