@@ -16,6 +16,7 @@ Patches of equal rank are in a random order, drawn once per image by a seed, so 
 The command writes results.csv (means over images and their standard errors), curves.csv and results.png.
 
 * Comprehensiveness, sufficiency: `ERASER` (DeYoung et al. 2020) - https://arxiv.org/abs/1911.03429; EA paper, table 8
+* Rollout of a class: `ea_vision.recorder.quantities.class_rollout`; Grad-CAM on the features before the classifier
 * Deletion, insertion: `RISE` (Petsiuk et al. 2018) - https://arxiv.org/abs/1806.07421
 
 Shape letters: M images, B a batch of them, h x w the grid, N = h*w its patches (row-major), S counts of patches.
@@ -39,8 +40,9 @@ from tqdm import tqdm
 import ea_vision
 from ea_vision.base.errors import UsageError, exit_code
 from ea_vision.data.small_images import load_dataset
+from ea_vision.recorder.class_evidence import add_class_evidence
 from ea_vision.recorder.probe import untrained_network
-from ea_vision.recorder.quantities import attention_rollout
+from ea_vision.recorder.quantities import attention_rollout, class_rollout
 from ea_vision.recorder.recording import prefix_names
 from ea_vision.zoo.loaded import LoadedModel, load_model
 
@@ -52,6 +54,8 @@ RANKINGS = (
     "random",
     "centre",
     "gradient",
+    "class-rollout",
+    "grad-cam",
     "untrained-layers",
     "untrained-rollout",
 )
@@ -216,7 +220,7 @@ def attention_source(
     Args:
         model: the network with the maps; the probabilities may come from another network.
         layers: numbers of the layers that rank patches; a rollout goes through all layers of the model.
-        kinds: "layers" (each layer's mean over heads, named "layer 3") and "rollout".
+        kinds: "layers" (each layer's mean over heads, named "layer 3"), "rollout" and "class-rollout".
         note: suffix of the rankings' names.
     """
     cls = "cls" in prefix_names(model.model) and getattr(model.model, "global_pool", "") == "token"
@@ -234,7 +238,8 @@ def attention_source(
         return patches.unflatten(-1, size).float()
 
     def source(images: Tensor, classes: Tensor) -> Mapping[str, Tensor]:
-        recorded = None if "rollout" in kinds else list(layers)
+        whole = {"rollout", "class-rollout"} & set(kinds)
+        recorded = None if whole else list(layers)
         with torch.no_grad(), ea_vision.record_attention(model.model, recorded) as maps:
             model.model(model.preparation.normalize(images))
         scores = {}
@@ -245,9 +250,26 @@ def attention_source(
         if "rollout" in kinds:
             first, *_, last = maps.values()
             scores[f"rollout{note}"] = looked_at(attention_rollout(maps), last, first)
+        if "class-rollout" in kinds:
+            first, *_, last = maps.values()
+            batch = model.preparation.normalize(images)
+            add_class_evidence(model.model, batch, maps, classes)
+            scores[f"class rollout{note}"] = looked_at(class_rollout(maps), last, first)
         return scores
 
     return source
+
+
+def grad_cam_source(model: LoadedModel, images: Tensor, classes: Tensor) -> Mapping[str, Tensor]:
+    """Rank by Grad-CAM on the features before the classifier (B, C, h, w): the positive part of their sum, weighted by
+    the mean gradient of the class's logit (Selvaraju et al. 2017)."""
+    with torch.enable_grad():
+        features = model.model.forward_features(model.preparation.normalize(images))
+        features = features.detach().requires_grad_()
+        logits = model.model.forward_head(features).gather(1, classes[:, None])
+        (gradient,) = torch.autograd.grad(logits.sum(), features)
+    weights = gradient.mean((2, 3), keepdim=True)
+    return {"grad-cam": (weights * features.detach()).sum(1).relu()}
 
 
 def random_source(images: Tensor, classes: Tensor) -> Mapping[str, Tensor]:
@@ -373,6 +395,7 @@ def curves_of(target: str, wanted: Sequence[str], args: argparse.Namespace) -> t
     controls = {
         "gradient": partial(gradient_source, predict, mean, grid),
         "centre": partial(centre_source, grid),
+        "grad-cam": partial(grad_cam_source, model),
         "random": random_source,
     }
     sources += [source for name, source in controls.items() if name in wanted]

@@ -112,6 +112,10 @@ class LayerMaps:
         """Set a part; in windows it is (B, W, K, n, n)."""
         self._parts[part] = maps
 
+    def formed(self, part: str) -> Tensor:
+        """Return a recorded part as the layer formed it: (B, K, T, T), in windows (B, W, K, n, n)."""
+        return self._parts[part]
+
     def __getitem__(self, part: str) -> Tensor:
         """Return the tensor of a part, which must have been recorded."""
         if part not in self._parts:

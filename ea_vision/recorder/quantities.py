@@ -4,7 +4,7 @@ Shape letters: B batch, K heads, H x W the attention map, N = H*W its pixels (ro
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ea_vision.base.files import csv_text
 from ea_vision.ops import Size
+from ea_vision.recorder.class_evidence import EVIDENCE
 from ea_vision.recorder.maps import AttentionMaps, LayerMaps
 from ea_vision.recorder.recording import record_attention
 
@@ -310,6 +311,30 @@ def quantities_csv(measured: dict[str, list[LayerQuantities]]) -> str:
     return csv_text(rows)
 
 
+def class_rollout(maps: AttentionMaps) -> Tensor:
+    """Return the evidence of a class for each pixel of the last map in the first map's (Chefer, Gur, Wolf 2021).
+
+    With E_l the mean over heads of a layer's evidence, R = (1 + E_l) R from the first layer to the last; the identity,
+    which is the residual's, is taken off again. If the map's size changes, as in `attention_rollout`.
+
+    Args:
+        maps: with the part that `class_evidence.add_class_evidence` adds, at least one layer, and all heads.
+
+    Returns:
+        (B, T', T), T' the last layer's tokens, T the first's; at least 0.
+    """
+
+    def step(layer: LayerMaps) -> Tensor:
+        evidence = layer.on_queries_grid(EVIDENCE).float().mean(1)
+        return evidence + torch.eye(evidence.shape[-1], device=evidence.device)
+
+    def identity(layer: LayerMaps) -> Tensor:
+        tokens = layer.on_queries_grid(EVIDENCE)[:, 0]
+        return torch.eye(tokens.shape[-1], device=tokens.device).expand_as(tokens)
+
+    return _through_layers(maps, step) - _through_layers(maps, identity)
+
+
 def attention_rollout(maps: AttentionMaps) -> Tensor:
     """Return where each pixel of the last map comes from, through all recorded layers (Abnar and Zuidema 2020).
 
@@ -323,13 +348,20 @@ def attention_rollout(maps: AttentionMaps) -> Tensor:
     Returns:
         (B, T', T), T' the last layer's tokens, T the first's; rows sum to 1.
     """
+
+    def step(layer: LayerMaps) -> Tensor:
+        attn = layer.on_queries_grid().float().mean(1)
+        return (attn + torch.eye(attn.shape[-1], device=attn.device)) / 2
+
+    return _through_layers(maps, step)
+
+
+def _through_layers(maps: AttentionMaps, step_of: Callable[[LayerMaps], Tensor]) -> Tensor:
+    """Multiply the steps (B, T, T) of all layers, the last one first; average cells where the map's size changes."""
     rollout = None
     size = (0, 0)
     for layer in maps.values():
-        attn = layer.on_queries_grid().float()
-        attn = attn.mean(1)
-        identity = torch.eye(attn.shape[-1], device=attn.device)
-        step = (attn + identity) / 2
+        step = step_of(layer)
         if rollout is None:
             rollout = step
         else:

@@ -1,6 +1,7 @@
 """The options that the figures' commands share, and how figures are written to files."""
 
 import argparse
+import sys
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
@@ -47,7 +48,7 @@ def make_parser(
         style: the fields of `MapStyle` that the figure has.
         suffixes: allowed suffixes of the file; without PNG (a page) --width and --dpi are left out.
     """
-    parser = CommandParser(description=description, epilog="examples:\n" + examples)
+    parser = _FigureParser(description=description, epilog="examples:\n" + examples)
     parser.add_argument(
         "--model",
         action="extend",
@@ -75,7 +76,6 @@ def make_parser(
         parser.add_argument(
             "--queries",
             nargs="+",
-            type=_query_text,
             metavar="Y,X|cls|all",
             help="query points in pixels of the network's input, from its top left corner; all: the mean of "
             "all pixels' queries; cls, dist, reg1, ...: tokens before a vision transformer's patches "
@@ -148,11 +148,22 @@ def make_parser(
     return parser
 
 
-def _query_text(text: str) -> str:
-    """Return a query's text. Image files are refused, because argparse takes all words after --queries."""
-    if any(letter in text for letter in "./#"):
-        raise argparse.ArgumentTypeError(f"images stand before --queries, got {text!r} as a query")
-    return text
+class _FigureParser(CommandParser):
+    def parse_known_args(self, args=None, namespace=None):
+        """Parse; images that follow --queries, which takes all words up to the next option, are put first."""
+        words = list(sys.argv[1:] if args is None else args)
+        if "--queries" in words:
+            first = words.index("--queries") + 1
+            options = [n for n, word in enumerate(words) if n >= first and word.startswith("-")]
+            end = min(options, default=len(words))
+            images = [word for word in words[first:end] if _is_image(word)]
+            queries = [word for word in words[first:end] if not _is_image(word)]
+            words = images + words[:first] + queries + words[end:]
+        return super().parse_known_args(words, namespace)
+
+
+def _is_image(word: str) -> bool:
+    return any(letter in word for letter in "./#") or Path(word).exists()
 
 
 def loader(options: argparse.Namespace) -> Callable[[str], LoadedModel]:

@@ -106,7 +106,7 @@ def record(
     photo = model.preparation.photo(image) if isinstance(image, Image.Image) else None
     if photo is not None and shown != size:
         photo = _part_of_photo(photo, size, shown)
-    return Recording(model, crop(model.shown(x), 0, 0, *shown), maps, photo, output)
+    return Recording(model, crop(model.shown(x), 0, 0, *shown), maps, photo, output, batch)
 
 
 def _part_of_photo(photo: np.ndarray, size: Size, shown: Size) -> np.ndarray:

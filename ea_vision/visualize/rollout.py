@@ -1,16 +1,21 @@
 """Attention rollout (Abnar and Zuidema 2020): where a pixel of the last map comes from, through all layers before it.
+With a target it draws the evidence of a class (Chefer, Gur, Wolf 2021): the positive part of gradient times attention.
 
 Heads are averaged, and the residual counts as identity. Convolutions also move information, so rollout is an
 approximation in networks that have them, and the figure says so. Layers whose only query is the class token are left
 out."""
 
 from collections.abc import Sequence
+from functools import partial
 
+import torch
 from matplotlib.figure import Figure
 from torch import nn
 
+from ea_vision.base.errors import UsageError
 from ea_vision.ops import Size
-from ea_vision.recorder.quantities import attention_rollout
+from ea_vision.recorder.class_evidence import add_class_evidence
+from ea_vision.recorder.quantities import TINY, attention_rollout, class_rollout
 from ea_vision.recorder.recording import LayerMaps
 from ea_vision.visualize.figure_options import make_parser, run_figure
 from ea_vision.visualize.figure_request import (
@@ -37,21 +42,61 @@ from ea_vision.visualize.tiles import (
 EXAMPLES = """\
   ea-vision rollout --model aa_resnet50,ea_aa_resnet50 --queries 60,60 -o rollout.png photo.jpg
   ea-vision rollout --model runs/ea --layers 1-3 -o rollout.svg images/
+  ea-vision rollout --model ea_conv_transformer_cifar --target cat --style fog -o cat.png photo.jpg
 """
 
 
 def plot_rollout(
-    models: Models, image: AnyImage, layers: Layers = None, queries: Queries = None, **how
+    models: Models,
+    image: AnyImage,
+    layers: Layers = None,
+    queries: Queries = None,
+    *,
+    target: int | str | None = None,
+    **how,
 ) -> Figure:
-    """Draw where pixels of the last map come from, through all `layers`: one row per model, one column per query. See
-    `ea_vision.visualize.figure_request` for the arguments."""
+    """Draw where pixels of the last map come from, through all `layers`: one row per model, one column per query.
+
+    Args:
+        models, image, layers, queries, **how: see `ea_vision.visualize.figure_request`.
+        target: a class, by number or name, or "predicted": draw its evidence, see
+            `ea_vision.recorder.quantities.class_rollout`, of the class token where there is one, else the mean of all
+            pixels; and of the queries, if any are given.
+
+    Raises:
+        UsageError: a class, a layer or a query that the model does not have.
+    """
     refuse_arguments("plot_rollout", how, heads="it averages them")
     request = FigureRequest(models, layers, queries=queries, **how)
     recordings = []
     for model, its_layers in zip(request.models, request.layers, strict=True):
         recordings.append(record(model, image, its_layers))
-    points = request.points(seen=recordings)
-    return draw_rollout(recordings, points, request.style, width=request.width)
+    if target is None:
+        points = request.points(seen=recordings)
+        return draw_rollout(recordings, points, request.style, width=request.width)
+    points = request.points((), recordings)
+    names = [_add_evidence(recording, target) for recording in recordings]
+    return draw_rollout(recordings, points, request.style, classes=names, width=request.width)
+
+
+def _add_evidence(recording: Recording, target: int | str) -> str:
+    """Add the evidence of a class to a recording's maps; return the class's name and its probability."""
+    model = recording.model
+    names = model.classes or []
+    if target == "predicted":
+        number = None
+    elif str(target).isdecimal():
+        number = torch.tensor([int(target)], device=model.device)
+    elif target in names:
+        number = torch.tensor([names.index(target)], device=model.device)
+    else:
+        raise UsageError(
+            f"target must be a class of {model.label} by number or name, or predicted, got {target!r}"
+        )
+    logits = add_class_evidence(model.model, recording.batch, recording.maps, number)
+    index = int(logits.argmax() if number is None else number)
+    name = names[index] if names else f"class {index}"
+    return f"{name} ({logits[0].float().softmax(-1)[index]:.0%})"
 
 
 def draw_rollout(
@@ -59,21 +104,37 @@ def draw_rollout(
     points: Sequence[Query],
     style: MapStyle = STYLE,
     *,
+    classes: Sequence[str] = (),
     width: float | None = None,
 ) -> Figure:
-    """Draw one row per model under its name: one column per query, and the mean of all queries.
+    """Draw one row per model under its name: one column per query, and the mean of all queries; of evidence instead of
+    that mean the class token, where there is one.
 
     Args:
         recordings: of the same image, one per model, with the "attn" of the layers to go through.
         points: queries, (y, x) in pixels of the first model's input, scaled to the others', or tokens by name.
         style: how maps are drawn.
+        classes: names of the classes whose evidence the recordings have; () for attention rollout.
         width: inches.
     """
     first = recordings[0]
     points = [point for point in points if point != ALL]  # their mean is always drawn
-    blocks = [_block(recording, first.img_size, points, style) for recording in recordings]
+    blocks = []
+    for index, recording in enumerate(recordings):
+        name = classes[index] if classes else ""
+        blocks.append(_block(recording, first.img_size, points, style, name))
     queries = f"{queries_name(points)}; " if points else ""
     last = _asking(first)[-1]
+    if classes:
+        return map_sheet(
+            "evidence of a class",
+            blocks,
+            style,
+            width=width,
+            photo=photo_of(first, points, last.feat_size),
+            label="share of the evidence \N{MULTIPLICATION SIGN} N (1: uniform)",
+            note=f"{queries}rollout of the positive part of gradient times attention, through all layers",
+        )
     return map_sheet(
         "attention rollout",
         blocks,
@@ -100,15 +161,23 @@ def _asking(recording: Recording) -> list[LayerMaps]:
     return with_pixels
 
 
-def _block(recording: Recording, img_size: Size, points: Sequence[Query], style: MapStyle) -> Block:
+def _block(
+    recording: Recording, img_size: Size, points: Sequence[Query], style: MapStyle, class_name: str
+) -> Block:
     """Return a block with the model's name and one row in units of uniform attention: one tile per query, in pixels of
-    an input of `img_size`, and one tile of the mean over all pixels."""
+    an input of `img_size`, and one tile of the mean over all pixels, or of a class's evidence in the class token."""
     layers = _asking(recording)
     by_number = {layer.number: layer for layer in layers}
     first = layers[0]
     last = layers[-1]
-    [shares] = attention_rollout(by_number)  # (T', T)
-    on_pixels = shares[:, first.num_prefix_tokens :] * shares.shape[-1]
+    [shares] = class_rollout(by_number) if class_name else attention_rollout(by_number)  # (T', T)
+    on_pixels = shares[:, first.num_prefix_tokens :]
+    if class_name:
+        on_pixels = (
+            on_pixels / on_pixels.sum(-1, keepdim=True).clamp_min(TINY) * on_pixels.shape[-1]
+        )
+    else:
+        on_pixels = on_pixels * shares.shape[-1]
     rollout = on_pixels.unflatten(-1, first.feat_size).cpu().numpy()
     tiles = []
     for number, point in enumerate(points, start=1):
@@ -124,9 +193,14 @@ def _block(recording: Recording, img_size: Size, points: Sequence[Query], style:
             cells=last.feat_size,
         )
         tiles.append(tile)
-    mean = rollout[last.num_prefix_tokens :].mean(0)
-    tiles.append(map_of(mean, recording, style, "all pixels"))
+    if class_name and "cls" in last.prefix_names:
+        tiles.append(map_of(rollout[last.token("cls")], recording, style, "class token"))
+    else:
+        mean = rollout[last.num_prefix_tokens :].mean(0)
+        tiles.append(map_of(mean, recording, style, "all pixels"))
     name = f"{title_of(recording.model)}, {layers_name(list(by_number))}"
+    if class_name:
+        name = f"{class_name}: {name}"
     if _has_convolutions(recording.model.model):
         name += "; approximation: convolutions left out"
     if len(layers) < len(recording.maps):
@@ -146,4 +220,10 @@ def _has_convolutions(model: nn.Module) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__, EXAMPLES, output="rollout.png", heads=None)
-    return run_figure(parser.parse_args(argv), plot_rollout)
+    parser.add_argument(
+        "--target",
+        metavar="CLASS",
+        help="draw the evidence of a class, by number or name, or predicted (default: attention rollout)",
+    )
+    options = parser.parse_args(argv)
+    return run_figure(options, partial(plot_rollout, target=options.target))

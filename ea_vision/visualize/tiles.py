@@ -70,6 +70,7 @@ class Recording:
         maps: of its layers.
         photo: (height, width, 3) uint8, the same area at a higher resolution; None if there is only `image`.
         output: of the network.
+        batch: its input, (1, C, H, W).
         img_size: (H, W).
         aspect: H / W.
         extent: of the area, for `Axes.imshow`.
@@ -80,6 +81,7 @@ class Recording:
     maps: AttentionMaps
     photo: np.ndarray | None = None
     output: Any = None
+    batch: Tensor | None = None
 
     img_size = property(lambda self: tuple(self.image.shape[1:]))
     aspect = property(lambda self: self.img_size[0] / self.img_size[1])

@@ -17,6 +17,8 @@ from PIL import Image
 import ea_vision
 from ea_vision.base.errors import UsageError
 from ea_vision.base.print import new_figure
+from ea_vision.recorder.class_evidence import add_class_evidence
+from ea_vision.recorder.quantities import class_rollout
 from ea_vision.recorder.recording import PARTS, recordable_layers
 from ea_vision.visualize import (
     MapStyle,
@@ -110,6 +112,33 @@ def test_rollout_says_where_it_is_an_approximation(wide):
     approximation = "approximation: convolutions left out"
     assert approximation in texts_of(draw_rollout([wide], [(5, 5)]))
     assert approximation not in texts_of(plot_rollout(networks.torchvision_vit(), PHOTO))
+
+
+def test_rollout_of_a_class_is_its_evidence_in_the_class_token_or_in_all_pixels():
+    """In shares of the sum times the number of patches; classes by number, by name, or the predicted one."""
+    vit = networks.lively(timm.create_model("vit_tiny_patch16_224", **TINY))
+    for model, image in ((vit, torch.rand(3, 32, 32)), (load_model(EA), PHOTO)):
+        tokens = int(model is vit)  # the class token
+        recording = record_of(model, image)
+        maps = recording.maps
+        add_class_evidence(recording.model.model, recording.batch, maps, torch.tensor([2]))
+        evidence = class_rollout(maps)[0][:, tokens:]
+        shares = evidence / evidence.sum(-1, keepdim=True) * evidence.shape[-1]
+        expected = shares[0] if model is vit else shares.mean(0)
+        figure = plot_rollout(model, image, target=2)
+        [shown] = [values for values in maps_of(figure) if values.size == expected.numel()]
+        np.testing.assert_allclose(shown.ravel(), expected, rtol=1e-4)
+    by_name = texts_of(plot_rollout(load_model(EA), PHOTO, target="bird", queries=[(3, 3)]))
+    assert "bird (" in by_name
+    assert "query 1" in by_name
+    assert texts_of(plot_rollout(EA, PHOTO, target="predicted")).count("%") == 1
+    with pytest.raises(UsageError, match="target must be a class .* got 'unicorn'"):
+        plot_rollout(EA, PHOTO, target="unicorn")
+
+
+def record_of(model, image):
+    model = image_maps.as_model(model)
+    return image_maps.record(model, image, recordable_layers(model.model))
 
 
 # ---- strips ---------------------------------------------------------------------------------------------------------
@@ -506,6 +535,7 @@ def test_normalisation_by_keyword():
         (strip, "--heads 1 --layers 2,3", ".pdf", b"/CIDFontType2"),
         (matrix, "--part conv_logits --layers 2,3", ".png", b"\x89PNG"),
         (rollout, "--layers 2,3", ".png", b"\x89PNG"),
+        (rollout, "--target predicted --layers 2,3", ".png", b"\x89PNG"),
     ],
 )
 def test_every_script_writes_its_figure(
@@ -531,6 +561,12 @@ def test_several_images_stand_side_by_side_or_get_a_file_each(run, photo, tmp_pa
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"photo.png", "1.png", "m.png", "m-photo.png", "m-1.png"}
     assert (tmp_path / "m.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_images_may_follow_queries(run, photo, tmp_path):
+    words = f"--model {run} --layers 1 --heads 0 --dpi 40 --queries 2,3 {photo} -o {tmp_path}/a.png"
+    assert heatmap.main(words.split()) == 0
+    assert (tmp_path / "a.png").exists()
 
 
 def test_no_file_of_several_images_replaces_another():

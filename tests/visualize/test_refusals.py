@@ -29,8 +29,7 @@ from .conftest import PHOTO, small
     [
         ("heatmap --layers 1-99999999999", "no attention layer '1-99999999999'; it has 1"),
         ("heatmap --queries 16,0", "query y,x must lie within 16x16 pixels, got '16,0'"),
-        ("heatmap --queries cls a.jpg", "images stand before --queries, got 'a.jpg' as a query"),
-        ("heatmap --queries 1,1 digits#0", "images stand before --queries, got 'digits#0'"),
+        ("heatmap --queries cls a.jpg", "a.jpg does not exist"),
         ("heatmap --model cnn_cifar", "no attention layer that can be recorded"),
         ("heatmap --opacity 2", "opacity must lie between 0 and 1, got 2.0"),
         ("heatmap --cmap virids", "cmap must be one of matplotlib's colour maps"),

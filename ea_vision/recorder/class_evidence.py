@@ -1,0 +1,119 @@
+"""Evidence of a class in attention maps: the positive part of gradient times attention.
+
+With the logit of a class, the evidence of a layer is the positive part of (d logit / d attention) * attention, of any
+network that is recorded. `quantities.class_rollout` takes it through the layers.
+
+* `Generic attention-model explainability` (Chefer, Gur, Wolf 2021) - https://arxiv.org/abs/2103.15679
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ea_vision.base.errors import UsageError
+from ea_vision.models.modes import evaluating
+from ea_vision.ops import use_implementation
+from ea_vision.recorder.interception import FORMS
+from ea_vision.recorder.maps import AttentionMaps
+
+EVIDENCE = "class_evidence"  # a part of recorded maps
+FUSED = F.scaled_dot_product_attention
+
+
+class _Follow(TorchFunctionMode):
+    """Keep what each of some layers forms in a forward with gradients: its attention and None, or the output of fused
+    attention and its values."""
+
+    def __init__(self):
+        super().__init__()
+        self.running: list[str] = []
+        self.formed: dict[str, tuple[Tensor, Tensor | None]] = {}
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is F.multi_head_attention_forward:
+            kwargs = {**kwargs, "need_weights": True, "average_attn_weights": False}
+        result = func(*args, **kwargs)
+        if self.running and func is F.multi_head_attention_forward:
+            maps = result[1]._base  # which the output is computed from; the result is a view of it
+            self.formed[self.running[-1]] = (maps, None)
+            return result
+        if self.running and func is FUSED:
+            value = kwargs["value"] if "value" in kwargs else args[2]
+            self.formed[self.running[-1]] = (result, value)
+        elif self.running and func in FORMS and FORMS[func](result, *args, **kwargs) is result:
+            self.formed[self.running[-1]] = (result, None)
+        return result
+
+
+def add_class_evidence(
+    model: nn.Module, batch: Tensor, maps: AttentionMaps, classes: Tensor | None = None
+) -> Tensor:
+    """Add the part EVIDENCE, (B, K, T, T), to the maps of each recorded layer.
+
+    Args:
+        model: gives logits (B, classes), or an object with `.logits`.
+        batch: (B, C, H, W), the images of which `maps` were recorded, with all heads.
+        maps: with "attn".
+        classes: (B,), the class of each image; None: the predicted ones.
+
+    Returns:
+        the logits, (B, classes).
+
+    Raises:
+        UsageError: a network without such logits or without gradients, a class that it lacks, or a layer whose maps do
+            not act through one softmax.
+    """
+    follow = _Follow()
+    hooks = []
+    for layer in maps.values():
+        module = model.get_submodule(layer.name)
+        hooks.append(module.register_forward_pre_hook(_entering(follow.running, layer.name)))
+        hooks.append(module.register_forward_hook(lambda *_: follow.running.pop() and None))
+    try:
+        with torch.inference_mode(False), torch.enable_grad(), evaluating(model):
+            x = batch.detach().clone().requires_grad_()
+            with use_implementation("reference"), follow:
+                output = model(x)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    logits = getattr(output, "logits", output)
+    if not isinstance(logits, Tensor) or logits.ndim != 2 or not logits.requires_grad:
+        raise UsageError(
+            f"a network that gives logits (images, classes) with gradients is required, got {type(model).__name__}"
+        )
+    if classes is None:
+        classes = logits.argmax(1)
+    if not 0 <= int(classes.min()) <= int(classes.max()) < logits.shape[1]:
+        raise UsageError(
+            f"a class must lie between 0 and {logits.shape[1] - 1}, got {classes.unique().tolist()}"
+        )
+    without = [str(layer) for layer in maps.values() if layer.name not in follow.formed]
+    if without:
+        raise UsageError(f"attention layer {without[0]} forms no map with gradients: choose others")
+    tensors = [tensor for tensor, _ in follow.formed.values()]
+    chosen_logits = logits.gather(1, classes[:, None]).sum()
+    gradients = torch.autograd.grad(chosen_logits, tensors, allow_unused=True)
+    for layer, (tensor, value), gradient in zip(
+        maps.values(), follow.formed.values(), gradients, strict=True
+    ):
+        if gradient is None:  # such as the last map of a network that reads the class token alone
+            gradient = torch.zeros_like(tensor)
+        if value is not None:
+            groups = gradient.shape[-3] // value.shape[-3]
+            gradient = gradient @ value.detach().repeat_interleave(groups, -3).mT
+        attn = layer.formed("attn")
+        if gradient.numel() != attn.numel():
+            raise UsageError(
+                f"attention layer {layer} mixes its maps after the softmax: choose others"
+            )
+        layer.save(EVIDENCE, (gradient.reshape(attn.shape) * attn).clamp_min(0))
+    return logits.detach()
+
+
+def _entering(running: list[str], name: str) -> Any:
+    return lambda *_: running.append(name)

@@ -1,0 +1,123 @@
+"""Evidence of a class in attention maps, and its rollout, against finite differences and a double loop."""
+
+import pytest
+import timm
+import torch
+
+import ea_vision
+from ea_vision.base.errors import UsageError
+from ea_vision.ops import use_implementation
+from ea_vision.recorder.class_evidence import EVIDENCE, add_class_evidence
+from ea_vision.recorder.quantities import class_rollout
+from tests.recorder import networks
+from tests.recorder.networks import TINY, lively, timms
+
+
+def swin():
+    return timms("swin_tiny_patch4_window7_224", img_size=32, **networks.SWIN)
+
+
+NETWORKS = {
+    "ours": lambda: timm.create_model("ea_conv_transformer_cifar", pretrained=True).eval(),
+    "timm": lambda: lively(timm.create_model("vit_tiny_patch16_224", **TINY)),
+    "evolved": lambda: lively(
+        ea_vision.evolve(timm.create_model("vit_tiny_patch16_224", **TINY), "ea")
+    ),
+    "torchvision": networks.torchvision_vit,
+    "swin": swin,
+}
+
+
+def recorded(model, images, layers=None):
+    with torch.no_grad(), ea_vision.record_attention(model, layers) as maps:
+        model(images)
+    return maps
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_evidence_is_gradient_times_attention(name):
+    """The gradient by a step: attention is changed inside the forward by hand, and the logit's change is measured."""
+    torch.manual_seed(0)
+    model = NETWORKS[name]().double()
+    images = torch.rand(2, 3, 32, 32, dtype=torch.float64)
+    maps = recorded(model, images)
+    classes = torch.tensor([1, 2])
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    logits = add_class_evidence(model, images, maps, classes)
+    torch.testing.assert_close(logits, model(images).detach())
+    number = min(maps)
+    layer = maps[number]
+    evidence = layer.formed(EVIDENCE)
+    attn = layer.formed("attn")
+    assert evidence.shape == attn.shape
+    assert (evidence >= 0).all()
+    assert evidence.max() > 0
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, before[key])
+
+
+def changed_logit(model, images, index, step):
+    """Return the logit of class 1 after a step on one entry of the first softmax (unfused) of a timm transformer."""
+    softmax = torch.Tensor.softmax
+
+    def changed(self, *args, **kwargs):
+        result = softmax(self, *args, **kwargs)
+        torch.Tensor.softmax = softmax
+        result = result.clone()
+        result[index] += step
+        return result
+
+    torch.Tensor.softmax = changed
+    try:
+        return model(images)[0, 1].item()
+    finally:
+        torch.Tensor.softmax = softmax
+
+
+@pytest.mark.parametrize("name", ["timm", "ours"])
+def test_gradients_by_finite_differences(name):
+    torch.manual_seed(0)
+    fused = NETWORKS[name]().double()
+    images = torch.rand(1, 3, 32, 32, dtype=torch.float64)
+    maps = recorded(fused, images)
+    add_class_evidence(fused, images, maps, torch.tensor([1]))
+    for block in fused.blocks if name == "timm" else ():
+        block.attn.fused_attn = False
+    attn = maps[1].attn
+    for index in [(0, 0, 0, 3), (0, 1, 2, 2), (0, 2, 4, 1), (0, 0, 5, 5)]:
+        with torch.no_grad(), use_implementation("reference"):
+            rise = changed_logit(fused, images, index, 1e-6) - changed_logit(
+                fused, images, index, -1e-6
+            )
+        expected = max(0.0, rise / 2e-6 * attn[index].item())
+        assert maps[1][EVIDENCE][index].item() == pytest.approx(expected, rel=1e-4, abs=1e-9)
+
+
+def test_rollout_is_a_double_loop():
+    """R = (1 + A) R over the layers, with A the heads' mean, minus the identity."""
+    torch.manual_seed(0)
+    model = NETWORKS["evolved"]()
+    images = torch.rand(1, 3, 32, 32)
+    maps = recorded(model, images)
+    add_class_evidence(model, images, maps)
+    T = maps[1].attn.shape[-1]
+    R = [[float(i == j) for j in range(T)] for i in range(T)]
+    for layer in maps.values():
+        A = layer[EVIDENCE][0].mean(0).tolist()
+        R = [
+            [R[i][j] + sum(A[i][k] * R[k][j] for k in range(T)) for j in range(T)] for i in range(T)
+        ]
+    expected = torch.tensor(R) - torch.eye(T)
+    torch.testing.assert_close(class_rollout(maps)[0], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_refusals():
+    model = NETWORKS["timm"]()
+    images = torch.rand(1, 3, 32, 32)
+    maps = recorded(model, images)
+    with pytest.raises(UsageError, match="a class must lie between 0 and .*, got .9999"):
+        add_class_evidence(model, images, maps, torch.tensor([9999]))
+    model.reset_classifier(0)
+    model.head = torch.nn.Unflatten(1, (-1, 1))
+    with pytest.raises(UsageError, match="logits .* required"):
+        add_class_evidence(model, images, maps)
