@@ -150,16 +150,20 @@ def make_parser(
 
 class _FigureParser(CommandParser):
     def parse_known_args(self, args=None, namespace=None):
-        """Parse; images that follow --queries, which takes all words up to the next option, are put first."""
+        """Parse; images may follow --queries, which takes all words up to the next option."""
         words = list(sys.argv[1:] if args is None else args)
-        if "--queries" in words:
-            first = words.index("--queries") + 1
-            options = [n for n, word in enumerate(words) if n >= first and word.startswith("-")]
-            end = min(options, default=len(words))
-            images = [word for word in words[first:end] if _is_image(word)]
-            queries = [word for word in words[first:end] if not _is_image(word)]
-            words = images + words[:first] + queries + words[end:]
-        return super().parse_known_args(words, namespace)
+        if "--queries" not in words:
+            return super().parse_known_args(words, namespace)
+        first = words.index("--queries") + 1
+        options = [n for n, word in enumerate(words) if n >= first and word.startswith("-")]
+        end = min(options, default=len(words))
+        images = [word for word in words[first:end] if _is_image(word)]
+        queries = [word for word in words[first:end] if not _is_image(word)]
+        words = images + words[:first] + queries + words[end:]
+        known, unknown = super().parse_known_args(words, namespace)
+        others = [word for word in unknown if images and not word.startswith("-")]
+        known.images += others
+        return known, [word for word in unknown if word not in others]
 
 
 def _is_image(word: str) -> bool:
