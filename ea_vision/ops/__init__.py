@@ -270,12 +270,6 @@ def by_torch() -> bool:
     return forced[-1:] == ["reference"] or exporting()
 
 
-def needs_readable() -> bool:
-    """Return whether readable torch must replace hand-written autograd functions: under torch.compile (which fuses it),
-    if the reference is forced, in an export, in forward-mode derivatives and in transforms of torch.func."""
-    return torch.compiler.is_compiling() or by_torch() or reason_against_kernels() is not None
-
-
 def halve(x: Tensor) -> Tensor:
     """Average-pool 3x3 with stride 2, padding 1 not counted: (B, C, H, W) -> (B, C, ceil(H/2), ceil(W/2))."""
     if by_torch() or cpu.reason_against_pooling(x) is not None:
@@ -285,7 +279,8 @@ def halve(x: Tensor) -> Tensor:
 
 def normalise_heads(qk: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
     """Normalise queries and keys (B, 2K, D, N), multiply queries by gain (K): (B, K, N, D) each; see `head_norm`."""
-    if needs_readable():
+    # torch.compile fuses readable torch; forward-mode derivatives and transforms of torch.func need it
+    if torch.compiler.is_compiling() or by_torch() or reason_against_kernels() is not None:
         return head_norm.readable(qk, gain)
     if qk.device.type == "cpu":
         return head_norm.by_parts(qk, gain)
