@@ -32,6 +32,7 @@ from ea_vision.deployment.fold import LARGEST
 from ea_vision.recorder.selection import add_options
 from ea_vision.zoo.inputs import find_images, read_image
 from ea_vision.zoo.loaded import LoadedModel, check_classifies, load_model
+from ea_vision.zoo.preparation import Processed
 from ea_vision.zoo.source import TARGET_HELP
 
 
@@ -96,6 +97,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_classifies(model)
     if isinstance(model.model, ExportedNetwork):
         raise UsageError(f"a model or run is required, and {args.model} is an exported file")
+    if isinstance(model.preparation, Processed):
+        raise UsageError(
+            f"a network of timm's or a run is required, and {args.model} is transformers'"
+        )
     if not model.trained and not args.random:
         raise UsageError(f"{args.model} has no weights: --random exports it with random ones")
     noise = torch.rand(2, 3, *model.img_size, generator=torch.Generator().manual_seed(0))
