@@ -110,7 +110,8 @@ class Processed:
         try:
             values = self.processor(image, return_tensors="pt").get("pixel_values")
         except Exception as error:  # of many kinds: what some processors need is no image alone
-            raise UsageError(f"processor {name} must take an image alone: {error}") from error
+            reason = " ".join(str(error).split())
+            raise UsageError(f"processor {name} must take an image alone: {reason}") from error
         shape = tuple(getattr(values, "shape", ()))
         if len(shape) < 4 or shape[-3] != 3 or math.prod(shape[:-3]) != 1:
             raise UsageError(
