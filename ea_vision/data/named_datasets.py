@@ -47,15 +47,22 @@ def open_dataset(
             raise UsageError(
                 f"{option} names a column of --dataset hfds/NAME, got {value} with {dataset}"
             )
+    check_dataset_name(dataset)
+    if not root:
+        raise UsageError(f"--dataset {dataset} needs --data-dir, the folder of its files")
+    return TorchImages(dataset, root, named or split, num_classes)
+
+
+def check_dataset_name(dataset: str) -> None:
+    """Raise UsageError unless this is the name of a kind of data set that is read: torch/NAME or hfds/NAME."""
+    prefix, _, name = dataset.partition("/")
     if dataset in FOLDERS:
         raise UsageError(
             f"--dataset {dataset} reads one folder for training and evaluation: leave --dataset out, and "
             "--data-dir with train and val is read"
         )
-    if prefix == "torch" and name:
-        if not root:
-            raise UsageError(f"--dataset {dataset} needs --data-dir, the folder of its files")
-        return TorchImages(dataset, root, named or split, num_classes)
+    if prefix in ("hfds", "torch") and name:
+        return
     if prefix in STREAMS:
         raise UsageError(
             f"{dataset} is a stream; one that can be indexed is required (torch/NAME, hfds/NAME)"

@@ -19,6 +19,7 @@ from ea_vision.zoo.weights_file import CHECKPOINT_FORMAT, DamagedCheckpoint, rea
 LAST = "last.ckpt"
 PREVIOUS = "last.prev.ckpt"
 BEST = "best.ckpt"
+NAMES = (LAST, PREVIOUS, BEST)
 # Parts of every checkpoint of a run. `buffers`, for processes with batch statistics of their own, may be missing.
 PARTS = (
     "config",
@@ -68,7 +69,7 @@ def newest_checkpoint(
     """
     newest = None
     most = -1
-    for path in (folder / LAST, folder / PREVIOUS, folder / BEST):
+    for path in (folder / name for name in NAMES):
         if not path.exists():
             continue
         try:

@@ -4,6 +4,7 @@
 step. Then the run begins or resumes (`engine.resume`), trains, and is tested.
 """
 
+import copy
 import logging
 import math
 import os
@@ -12,18 +13,19 @@ import sys
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from timm.utils import random_seed
 from torch import nn
 
-from ea_vision.base.devices import device_named
+from ea_vision.base.devices import choose_device, device_named
 from ea_vision.base.errors import RunError, UsageError, near_matches
 from ea_vision.base.files import check_writable, write_json
 from ea_vision.base.processes import World, join_world, workers_watched
 from ea_vision.base.provenance import hardware, provenance
 from ea_vision.base.units import duration
-from ea_vision.engine import run_folder
+from ea_vision.engine import checkpoint, run_folder
 from ea_vision.engine.config import TrainConfig, make_parser, parse, resolve
 from ea_vision.engine.data_module import DataModule
 from ea_vision.engine.evaluation import evaluate_target
@@ -93,7 +95,9 @@ def main(module: type[DataModule], argv: list[str] | None = None) -> int:
     check_names(module, config)
     check_beginning(config, folder_of(module, config))
     if only_checked:
+        choose_device(config.device)
         module.check_places(config)
+        check_network(module, config)
     else:
         with workers_watched(RuntimeError):
             train(module, config)
@@ -209,6 +213,9 @@ def check_beginning(config: TrainConfig, folder: Path) -> None:
     begun = os.path.exists(folder / run_folder.CONFIG)
     if source not in ("auto", "none") and not begun and not os.path.exists(source):
         raise UsageError(f"--resume must be auto, none or a path, and {source} does not exist")
+    if source not in ("auto", "none") and not begun and Path(source).is_dir():
+        if not any((Path(source) / name).exists() for name in checkpoint.NAMES):
+            raise UsageError(f"--resume {source}: no checkpoint in this folder")
 
 
 def check_keywords(config: TrainConfig) -> None:
@@ -227,6 +234,24 @@ def check_keywords(config: TrainConfig) -> None:
         # refused values are reported later, when the classes are known, and from the real device
         if "has no keyword" in str(error):
             raise
+
+
+def check_network(module: type[DataModule], config: TrainConfig) -> None:
+    """Raise UsageError for values that the network refuses, and for parts to freeze that it lacks. Its weights are not
+    read, and its classes may be others than those of the data."""
+    config = copy.copy(config)
+    config.pretrained = False
+    config.pretrained_path = ""
+    classes = [""] * (getattr(config, "num_classes", 0) or 2)
+    unopened = SimpleNamespace(config=config, classes=classes)
+    try:
+        with torch.device("meta"):
+            model, _ = module.create_model(unopened)
+    except (RuntimeError, ValueError):  # some networks read values of tensors while they are built
+        model, _ = module.create_model(unopened)
+    freeze(model, config)
+    if config.grad_checkpointing:
+        enable_checkpointing(model, config.model)
 
 
 def enable_checkpointing(model: nn.Module, name: str) -> None:

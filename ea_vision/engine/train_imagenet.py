@@ -23,7 +23,7 @@ from ea_vision.data.beton import Beton, Evaluated
 from ea_vision.data.ffcv import BetonTrainLoader
 from ea_vision.data.image_files import ImageFiles
 from ea_vision.data.imagenet import ImageEvalLoader, ImageTrainLoader, train_transform
-from ea_vision.data.named_datasets import open_dataset
+from ea_vision.data.named_datasets import check_dataset_name, open_dataset
 from ea_vision.data.small_images import check_same_classes
 from ea_vision.data.splits import find_split
 from ea_vision.engine import run
@@ -298,7 +298,10 @@ class ClassFolders(DataModule):
         for beton in filter(None, (config.train_beton, config.val_beton)):
             if not Path(beton).is_file():
                 raise UsageError(f"there is no file {beton}")
+        if not config.train_beton:
+            checked_train_transform(config, config.img_size)
         if config.dataset:
+            check_dataset_name(config.dataset)
             return
         if not config.train_beton:
             cls._place_of(config, "train", config.train_split, True)
@@ -381,9 +384,12 @@ def checked_train_transform(config: ImageNetConfig, img_size: int):
     """Return the transform of training images of side `img_size` in pixels.
 
     Raises:
-        UsageError: timm knows no such policy.
+        UsageError: timm knows no such policy, or a section of it has no number, which timm passes over.
     """
     try:
+        for section in config.aa.split("-")[1:]:
+            if not section.startswith("t") and not any(map(str.isdigit, section)):
+                raise ValueError(f"{section!r} has no number")
         return train_transform(
             img_size,
             scale=(config.crop_scale, 1.0),

@@ -4,6 +4,7 @@ import dataclasses
 import re
 
 import pytest
+import torch
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -17,6 +18,8 @@ from ea_vision.engine.train_cifar import EXAMPLES, CifarConfig, SmallImages
 from ea_vision.engine.train_imagenet import ClassFolders, ImageNetConfig
 from ea_vision.zoo.loaded import load_model
 from tests.process import ROOT
+
+NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 
 
 def parsed(line="", cls=CifarConfig):
@@ -94,6 +97,41 @@ def test_a_wrong_name_is_told_before_data_is_read(tmp_path, monkeypatch, line, m
     for check in ([], ["--check-options"]):
         with pytest.raises(UsageError, match=re.escape(message)):
             train_imagenet.main([*line.split(), *check])
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("--dataset wds/imagenet", "wds/imagenet"),
+        ("--aa rand-m9-mstd0.5-foo", "foo"),
+        ("--aa rand-m9-mstd0.5-x3", "rand-m9-mstd0.5-x3"),
+        ("--freeze layer9", "layer9"),
+        ("--model-kwargs fusion=ad", "fusion=ad"),
+        ("--model vit_tiny_patch16_224 --model-kwargs num_heads=5", "num_heads=5"),
+        ("--warmup-epochs 5 --epochs 3", "got 5"),
+        ("--resume {empty}", "no checkpoint"),
+        pytest.param("--device cuda", "cuda", marks=NO_CUDA),
+    ],
+)
+def test_what_needs_no_data_is_told_before_a_job_begins(photos, tmp_path, line, message):
+    line = f"--check-options --data-dir {photos} {line.replace('{empty}', str(tmp_path))}"
+    with pytest.raises(UsageError, match=re.escape(message)) as error:
+        train_imagenet.main(line.split())
+    assert "\n" not in str(error.value)
+
+
+def test_options_that_fit_pass_the_check(photos):
+    for line in (
+        "--aa rand-m9-mstd0.5-inc1",
+        "--aa rand-mstd1-tweights",
+        "--aa original",
+        "--aa ta_wide",
+        "--freeze layer1,layer2.0 --model-kwargs fusion=add --grad-checkpointing",
+        "--model convit_tiny",
+    ):
+        assert (
+            train_imagenet.main(["--check-options", "--data-dir", str(photos), *line.split()]) == 0
+        )
 
 
 def test_a_run_needs_its_weights_until_it_is_complete(tmp_path):
