@@ -216,6 +216,7 @@ def learned_gates() -> list[str]:
 AA, PA, EA = (f"{kind}conv_transformer_cifar" for kind in ("", "pa_", "ea_"))
 HEALTHY = HERE / "healthy_maps"
 SHIPPED = {"none_long": f"{AA}.long_c10", "ea_long": f"{EA}.long_c10", PA: f"{PA}.fast_norm_c10"}
+SHIPPED_BY_KIND = {"AA": SHIPPED["none_long"], "PA": SHIPPED[PA], "EA": SHIPPED["ea_long"]}
 LONG_RUNS = (  # label, file of its epochs
     ("AA, 10 epochs without the norm", f"results/fast-cifar10/{AA}.csv"),
     ("PA, 10 epochs without the norm", f"results/fast-cifar10/{PA}.csv"),
@@ -263,20 +264,95 @@ def entropies() -> list[str]:
     return markdown(["weights", *(f"layer {layer}" for layer in shares)], rows)
 
 
-def replaced_maps() -> list[str]:
-    """Return accuracy with replaced maps of the full networks that were trained with the norm."""
-    kinds = ("trained", "uniform", "mean", "other", "none", "own")
+KINDS = ("trained", "uniform", "mean", "other", "none", "own")
+
+
+def replaced(rows: Iterable[tuple[Sequence[str], pd.Series]], heads: Sequence[str]) -> list[str]:
+    """Return a table of accuracy with replaced maps: first cells and top-1 by kind of maps of each row."""
+    lines = []
+    for cells, top1 in rows:
+        lines.append([*cells, *(f"{top1[kind]:.2f}" if kind in top1 else "" for kind in KINDS)])
+    return markdown([*heads, "as trained", *KINDS[1:]], lines)
+
+
+def replaced_of(name: str) -> dict[str, pd.Series]:
+    """Return top-1 by kind of maps, by network, of a file; the narrow networks' is the mean of their seeds."""
+    figures = pd.read_csv(RESULTS / "replaced-maps" / f"{name}-replaced.csv")
+    network = figures["model"].str.replace(r".*variant=(.*),seed=\d", r"narrow \1", regex=True)
+    means = figures.groupby([network, "maps"], sort=False)["top1"].mean()
+    return {label: means[label] for label in means.index.unique("model")}
+
+
+def replaced_maps(**labels: str) -> list[str]:
+    """Return a table of files of replaced maps, by label; "": the labels are those of the networks in the file."""
     rows = []
-    for label, name in (
-        ("EA, 10 epochs with the norm", "norm"),
-        ("AA, 10 epochs with the norm", "none-norm"),
-        ("PA, the shipped weights", "pa-norm"),
-    ):
-        top1 = pd.read_csv(RESULTS / "replaced-maps" / f"{name}-replaced.csv").set_index("maps")[
-            "top1"
-        ]
-        rows.append([label, *("" if kind not in top1 else f"{top1[kind]:.2f}" for kind in kinds)])
-    return markdown(["network", "as trained", *kinds[1:]], rows)
+    for name, label in labels.items():
+        for network, top1 in replaced_of(name.replace("_", "-")).items():
+            rows.append(([label or network], top1))
+    return replaced(rows, ["network"])
+
+
+def slower_attention() -> list[str]:
+    """Return the full networks of 10 epochs with one rate for all and with a quarter of it for attention."""
+    rows = []
+    for name in (AA, EA):
+        for rate, runs, maps in (
+            ("1", "fast-cifar10", "full"),
+            ("0.25", "attention-lr-cifar10", "attention-lr-10-epochs"),
+        ):
+            last = pd.read_csv(RESULTS / runs / f"{name}.csv").iloc[-1]
+            [top1] = [
+                of for label, of in replaced_of(maps).items() if re.match(rf"{name}\b", label)
+            ]
+            rows.append(([name, rate, f"{last['top1']:.2f}", f"{last['train_loss']:.4f}"], top1))
+    return replaced(rows, ["network", "rate of attention", "top-1, %", "training loss"])
+
+
+def slower_attention_early() -> list[str]:
+    """Return EA after 3 epochs with one rate for all and with a quarter of it for attention."""
+    rows = []
+    for label, top1 in replaced_of("attention-lr").items():
+        rows.append((["0.25" if "attention-lr" in label else "1"], top1))
+    return replaced(rows, ["rate of attention"])
+
+
+def spread(values: pd.Series) -> str:
+    """Return mean and standard deviation: "25.50 ± 0.59"."""
+    return f"{values.mean():.2f} ± {values.std():.2f}"
+
+
+def probe() -> list[str]:
+    """Return what maps tell about the class, by network and kind of maps, in two layers of two trainings."""
+    files = [pd.read_csv(RESULTS / "probe" / f"{name}.csv") for name in ("results", "former")]
+    spreads = pd.concat(files).groupby(["model", "maps", "layer"])["top1"].apply(spread)
+    rows = []
+    for maps in ("trained", "untrained", "shuffled"):
+        for label, shipped in SHIPPED_BY_KIND.items():
+            former = f"{shipped.partition('.')[0]}.fast_c10"
+            columns = [
+                spreads[model, maps, layer] for model in (shipped, former) for layer in (3, 6)
+            ]
+            rows.append([label, maps, *columns])
+    return markdown(
+        ["network", "maps", "layer 3", "layer 6", "former, layer 3", "former, layer 6"], rows
+    )
+
+
+def faithfulness() -> list[str]:
+    """Return the four scores by ranking and network."""
+    table = pd.read_csv(RESULTS / "faithfulness" / "results.csv").set_index(["ranking", "model"])
+    rows = []
+    for score in ("comprehensiveness", "sufficiency", "deletion", "insertion"):
+        for ranking in table.index.unique("ranking"):
+            of_models = [table.loc[(ranking, model)] for model in SHIPPED_BY_KIND.values()]
+            rows.append(
+                [
+                    score,
+                    ranking,
+                    *(f"{row[score]:.3f} ± {row[f'{score}_se']:.3f}" for row in of_models),
+                ]
+            )
+    return markdown(["score", "ranking", *SHIPPED_BY_KIND], rows)
 
 
 def norm_effects() -> list[str]:
@@ -322,12 +398,24 @@ TABLES: dict[str, dict[str, Callable[[], list[str]]]] = {
         "learned gates": learned_gates,
         "power": lambda: power(("",)),
     },
+    "experiments/maps.md": {
+        "replaced": lambda: replaced_maps(full="", narrow=""),
+        "slower attention, 3 epochs": slower_attention_early,
+        "slower attention, 10 epochs": slower_attention,
+        "replaced, 60 epochs": lambda: replaced_maps(long=""),
+        "probe": probe,
+        "faithfulness": faithfulness,
+    },
     "experiments/healthy_maps/README.md": {
         "norm": norm_effects,
         "trials": trials,
         "runs": long_runs,
         "entropies": entropies,
-        "replaced": replaced_maps,
+        "replaced": lambda: replaced_maps(
+            norm="EA, 10 epochs with the norm",
+            none_norm="AA, 10 epochs with the norm",
+            pa_norm="PA, the shipped weights",
+        ),
     },
     "experiments/collapse/README.md": {
         "cifar10 by seed": lambda: by_seed(collapse_top1("cifar10"), NETWORKS),

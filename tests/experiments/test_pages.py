@@ -204,27 +204,17 @@ def equal_time():
 
 
 def replaced_maps():
+    """What docs say of networks without maps; PA's logits, and collapsed maps that are hardly used."""
     means = _replaced_means()
-    for network, row in means[["trained", "uniform", "mean", "other", "none", "own"]].iterrows():
-        yield MAPS, "", cells(network, *row).replace(" nan |", " |")
-    slower = table("replaced-maps/attention-lr-replaced.csv")["top1"]
-    yield MAPS, "", cells("that of the rest", *slower[:6]), cells("a quarter of it", *slower[6:])
     lost = means["trained"] - means["none"]
     narrow = lost[["none", "PA", "EA", "EA without skip", "EA without convolution"]]
     yield PAGE, "", f"{lost[EA]:.1f}", f"{span(narrow, 0)} points"
-    with_others = (means["trained"] - means["other"])[narrow.index]
-    yield MAPS, "", f"{span(with_others, 0)} points with another image's maps"
-    rest, quarter = slower[:6].tolist(), slower[6:].tolist()
-    yield MAPS, "", f"loses {quarter[0] - quarter[4]:.1f} points without any map"
-    yield MAPS, "", f"{quarter[0] - quarter[5]:.1f} with its own logits alone"
-    assert rest[0] - rest[4] < 1.1
-    own = means["trained"] - means["own"]
-    full = table("replaced-maps/full-logits.csv")
-    evolved = full.query("model.str.startswith('ea') and correlation < 1")["correlation"]
-    yield MAPS, "", span(evolved), f"the narrow one loses {own['EA']:.1f} points"
-    yield MAPS, "", f"{means.trained['EA'] - means.trained['none']:.1f} points on these images"
     healed = _replaced("pa-norm")
     yield PAGE, "", f"{healed['trained'] - healed['none']:.2f} (PA)"
+    for name, short in ((AA, "AA"), (EA, "EA")):
+        top1 = _replaced("long", f"{name}.long_c10")
+        yield PAGE, OWE, *top1[["trained", "other", "none"]]
+        yield PAGE, "", f"{top1['trained'] - top1['none']:.2f} ({short})"
 
 
 def _replaced_means():
@@ -241,43 +231,6 @@ def _replaced(name, model=""):
     """Return top-1 by kind of replaced maps."""
     figures = table(f"replaced-maps/{name}-replaced.csv").set_index("maps")
     return figures[figures["model"].str.startswith(model)]["top1"]
-
-
-def replaced_maps_of_networks_with_the_norm():
-    healthy = _replaced("norm")
-    without = _replaced("none-norm")
-    lost = [of["trained"] - of["none"] for of in (without, healthy)]
-    both = " and ".join(shown(lost))
-    yield MAPS, "", f"lost {both} after 10 epochs with the norm"
-    for name, short in ((AA, "AA"), (EA, "EA")):
-        top1 = _replaced("long", f"{name}.long_c10")
-        yield PAGE, OWE, *top1[["trained", "other", "none"]]
-        yield PAGE, "", f"{top1['trained'] - top1['none']:.2f} ({short})"
-        yield MAPS, "", cells(f"{name}, 60 epochs", *top1)
-        yield MAPS, "", *(top1["trained"] - top1[["none", "other"]])
-    logits = table("replaced-maps/long-logits.csv")
-    of_evolved = logits.query("model.str.startswith('ea') and correlation < 1")["correlation"]
-    yield MAPS, "", top1["trained"] - top1["own"], of_evolved.max()
-
-
-def slower_attention():
-    for rate, runs, maps in (
-        ("that of the rest", "fast-cifar10", "full"),
-        ("a quarter of it", "attention-lr-cifar10", "attention-lr-10-epochs"),
-    ):
-        figures = table(f"replaced-maps/{maps}-replaced.csv")
-        for name in (AA, EA):
-            last = last_row(f"{runs}/{name}.csv")
-            of_name = figures[figures["model"].str.match(rf"{name}\b")]
-            start = re.escape(cells(name, rate, last["top1"]))
-            end = re.escape(cells("", *of_name["top1"])[3:])
-            assert rows_of(MAPS, rf"{start} [\d.]+ {end}.*")
-            yield MAPS, "", f"{last['train_loss']:.4f}"
-            if rate == "a quarter of it":
-                maps = of_name.set_index("maps")["top1"]
-                back = maps["mean"] - maps["none"]
-                lost = maps["trained"] - maps["none"]
-                yield MAPS, "", f"{back + 1e-9:.1f} of the {lost + 1e-9:.1f}"
 
 
 def the_recipes_of_ten_epochs():
@@ -681,51 +634,6 @@ def seconds_of_runs():
 # ---- the probe, faithfulness, detection, speed -----------------------------------------------------------------------
 
 
-SHIPPED = {"AA": f"{AA}.long_c10", "PA": f"{PA}.fast_norm_c10", "EA": f"{EA}.long_c10"}
-
-
-def the_probe():
-    """Of the shipped weights and of the former, whose maps had collapsed; mean and deviation of 3 seeds."""
-    results = pd.concat([table("probe/results.csv"), table("probe/former.csv")])
-    top1 = results.groupby(["model", "maps", "layer"])["top1"]
-    spreads = top1.apply(spread)
-    means = top1.mean()
-    for maps, (name, model) in product(KINDS, SHIPPED.items()):
-        former = f"{model.partition('.')[0]}.fast_c10"
-        runs = product((model, former), (3, 6))
-        columns = [spreads[weights, maps, layer] for weights, layer in runs]
-        yield MAPS, "", f"| {name} | {maps} | " + " | ".join(columns)
-    for model, maps, layer in product(SHIPPED.values(), KINDS[:2], (3, 6)):
-        yield MAPS, "The probe", means[model, maps, layer]
-    by_maps = means.unstack("maps").loc[list(SHIPPED.values())]
-    first = by_maps.xs(3, level="layer")
-    last = by_maps.xs(6, level="layer")
-    trained = span(first["trained"], 0)
-    yield MAPS, "The probe", f"give {trained}% and untrained ones {span(first['untrained'], 0)};"
-    meaningless = last[["untrained", "shuffled"]].to_numpy().ravel()
-    yield MAPS, "The probe", f"give only {span(meaningless, 0)}."
-
-
-def faithfulness():
-    models = SHIPPED.values()
-    faithful = table("faithfulness/results.csv").set_index(["ranking", "model"])
-    for ranking in faithful.index.unique("ranking"):
-        for scores in (("comprehensiveness", "sufficiency"), ("deletion", "insertion")):
-            yield MAPS, "Faithfulness", _faithfulness_row(faithful, ranking, scores, models)
-    score = faithful["comprehensiveness"]
-    for model in models:
-        yield MAPS, "Faithfulness", f"{score['layer 6', model]:.3f}"
-    for ranking in ("centre", "random"):
-        by_model = [f"{score[ranking, model]:.3f}" for model in models]
-        yield MAPS, "Faithfulness", ", ".join(by_model)
-    former = table("faithfulness/former.csv").set_index(["ranking", "model"])["comprehensiveness"]
-    of_layers = []
-    for layer in ("layer 3", "layer 6"):
-        values = [former[layer, f"{model}.fast_c10"] for model in (EA, AA)]
-        of_layers.append(" against ".join(f"{value:.3f}" for value in values))
-    yield MAPS, "Faithfulness", " and ".join(of_layers)
-
-
 def detectors():
     labels = {
         "plain": "resnet18",
@@ -1012,8 +920,6 @@ CLAIMS = [
     what_each_study_could_have_found,
     equal_time,
     replaced_maps,
-    replaced_maps_of_networks_with_the_norm,
-    slower_attention,
     the_recipes_of_ten_epochs,
     cifar10,
     scenes,
@@ -1030,8 +936,6 @@ CLAIMS = [
     rows_of_readme,
     the_long_runs,
     seconds_of_runs,
-    the_probe,
-    faithfulness,
     detectors,
     detectors_on_photos_of_64_pixels,
     smaller_experiments,
