@@ -97,8 +97,8 @@ def add_class_evidence(
         raise UsageError(f"attention layer {without[0]} forms no map with gradients: choose others")
     tensors = [tensor for tensor, _ in follow.formed.values()]
     with torch.enable_grad():
-        logits_of_classes = logits.gather(1, classes[:, None])
-    gradients = torch.autograd.grad(logits_of_classes.sum(), tensors, allow_unused=True)
+        total = logits.gather(1, classes[:, None]).sum()
+    gradients = torch.autograd.grad(total, tensors, allow_unused=True)
     for layer, (tensor, value), gradient in zip(
         maps.values(), follow.formed.values(), gradients, strict=True
     ):
