@@ -93,5 +93,5 @@ class Scaling:
             mean=self.mean,
             crop_pct=self._crop_pct,
             crop_mode=self.crop_mode,
-            use_prefetcher=True,
+            normalize=False,
         )

@@ -5,6 +5,7 @@ processes that decode them, or from .beton files that `ea-vision write-ffcv` wro
 Started by torchrun it runs on several GPUs or machines; the same command continues a run that was interrupted.
 """
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from ea_vision.engine.data_module import DataModule
 from ea_vision.zoo.create import REFUSALS
 from ea_vision.zoo.preparation import OPTIONS, preparation_of
 
+log = logging.getLogger(__name__)
 DESCRIPTION = __doc__
 EXAMPLES = """\
   torchrun --nproc-per-node 8 train_imagenet.py --data-dir /data/imagenet --model ea_aa_resnet50
@@ -349,6 +351,14 @@ class ClassFolders(DataModule):
     def follow(self, model: nn.Module, given: Mapping[str, Any]) -> None:
         if not given.keys() & {*OPTIONS, "recipe", "pretrained_path", "val_beton"}:
             self.preparation = preparation_of(model)
+            log.info(
+                "images are prepared as %s says: %dx%d pixels, crop_pct %g, %s; --img-size and --eval-resize "
+                "set others",
+                self.config.model,
+                *self.preparation.size,
+                self.preparation.crop_pct,
+                self.preparation.interpolation,
+            )
 
     def loader_keywords(self, model: nn.Module) -> dict:
         config = self.config
