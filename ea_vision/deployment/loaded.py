@@ -5,9 +5,10 @@ from pathlib import Path
 
 from ea_vision.base.errors import UsageError
 from ea_vision.deployment.files import SUFFIXES, ExportedNetwork
+from ea_vision.zoo.create import Kind, register_kind
 from ea_vision.zoo.loaded import LoadedModel
 from ea_vision.zoo.preparation import Preparation
-from ea_vision.zoo.source import Kind, Source, register_kind
+from ea_vision.zoo.source import Source
 
 
 def _open(name: str, *, pretrained: bool) -> ExportedNetwork:

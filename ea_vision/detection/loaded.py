@@ -10,8 +10,9 @@ from torch import Tensor
 from ea_vision.detection.model import Detector, create_detector
 from ea_vision.detection.predict import detect
 from ea_vision.detection.transforms import Fitted
+from ea_vision.zoo.create import Kind, register_kind
 from ea_vision.zoo.loaded import LoadedModel
-from ea_vision.zoo.source import Kind, Source, check_model_name, register_kind
+from ea_vision.zoo.source import Source, check_model_name
 
 
 @dataclass

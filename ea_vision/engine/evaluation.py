@@ -20,7 +20,7 @@ from ea_vision.engine.step_log import log_to_stdout
 from ea_vision.models.modes import lay_out
 from ea_vision.zoo.create import DATA_KEYWORDS, create_classifier, load_network
 from ea_vision.zoo.preparation import set_image_statistics
-from ea_vision.zoo.source import CONFIG, Source, source_of, weights_and_note
+from ea_vision.zoo.source import CLASSIFICATION, CONFIG, Source, source_of, weights_and_note
 from ea_vision.zoo.weights_file import load_file
 
 
@@ -40,6 +40,8 @@ def evaluate_target(module: type[DataModule], target: str, given: dict) -> None:
         data = module(config, world, training=False)
         data.check()
         model, note = _network_for(source, data)
+        if source.kind == CLASSIFICATION:  # a detector normalises images itself
+            set_image_statistics(model, note)
         data.check_network(model, note, target)
         name = re.sub(r"[/\\:]", "_", target)
         folder = source.run / "evaluation" if source.is_run else Path("runs", f"evaluation-{name}")
@@ -126,5 +128,4 @@ def _network_for(source: Source, data: DataModule) -> tuple[nn.Module, Mapping[s
         img_size=config.img_size,
     )
     load_file(model, path)
-    set_image_statistics(model, note)
     return model.eval(), note

@@ -1,8 +1,10 @@
 """Build networks: by a source, or for a trainer's data and options. What a constructor raises becomes one line."""
 
+import importlib
 import pickle
 import re
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from textwrap import shorten
@@ -16,8 +18,14 @@ from torch import nn
 
 from ea_vision.base.errors import UsageError
 from ea_vision.models import plain_network
-from ea_vision.zoo.preparation import set_image_statistics
-from ea_vision.zoo.source import WEIGHTS, Source, check_model_name, kind_of
+from ea_vision.zoo.source import (
+    CLASSIFICATION,
+    EXPORTED,
+    TRANSFORMERS,
+    WEIGHTS,
+    Source,
+    check_model_name,
+)
 from ea_vision.zoo.weights_file import check_finite, load_file, read_weights
 
 DATA_KEYWORDS = ("num_classes", "in_chans", "img_size")  # of a model, fixed by data and options
@@ -33,6 +41,53 @@ REFUSALS = (
     ArithmeticError,
     OSError,
 )
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Networks that are built and prepared in one way.
+
+    Attributes:
+        create: (name, **keywords) -> the network.
+        prepared: (network, source, trained) -> a `LoadedModel`, with the preparation of its images.
+        fixed_size: whether they take images of one size.
+    """
+
+    create: Callable[..., nn.Module]
+    prepared: Callable[..., Any]
+    fixed_size: bool = False
+
+
+# By a run's task or a file's suffix. A room registers its kinds when it is imported; ROOMS names those that `kind_of`
+# imports when a target needs them.
+KINDS: dict[str, Kind] = {}
+ROOMS = {
+    CLASSIFICATION: "ea_vision.zoo.loaded",
+    TRANSFORMERS: "ea_vision.zoo.loaded",
+    "detection": "ea_vision.detection.loaded",
+    **dict.fromkeys(EXPORTED, "ea_vision.deployment.loaded"),
+}
+
+
+def register_kind(name: str, kind: Kind) -> None:
+    """Let the door build networks of a kind: of a run's task, or of files with a suffix."""
+    KINDS[name] = kind
+
+
+def kind_of(source: Source) -> Kind:
+    """Return how networks of a source's kind are built and prepared; import the room that registers it.
+
+    Raises:
+        UsageError: the kind is unknown.
+    """
+    if source.kind in ROOMS:
+        importlib.import_module(ROOMS[source.kind])
+    if source.kind not in KINDS:
+        raise UsageError(
+            f"{source.target} must be a model of {', '.join(ROOMS)}, got one of {source.kind!r}: "
+            "another release wrote it"
+        )
+    return KINDS[source.kind]
 
 
 def create(source: Source, *, random: bool = False, seed: int = 0) -> nn.Module:
@@ -56,8 +111,8 @@ def create(source: Source, *, random: bool = False, seed: int = 0) -> nn.Module:
 def load_network(
     source: Source, *, random: bool = False, seed: int = 0
 ) -> tuple[nn.Module, int | None]:
-    """Build the network of a source, load its weights, and set the mean and std of its run; return it in evaluation
-    mode, with the epoch of its checkpoint.
+    """Build the network of a source and load its weights; return it in evaluation mode, with the epoch of its
+    checkpoint.
 
     Args:
         random: whether it keeps random weights.
@@ -74,8 +129,6 @@ def load_network(
                 f"run {source.target} has no {WEIGHTS} yet: it appears with the first evaluated epoch"
             )
         epoch = load_file(model, source.weights)
-    if hasattr(model, "pretrained_cfg"):  # a classifier
-        set_image_statistics(model, source.note)
     return model.eval(), epoch
 
 

@@ -17,7 +17,15 @@ from ea_vision.data.image_names import displayable
 from ea_vision.models.inputs import built_size, input_channels
 from ea_vision.models.modes import unwrap
 from ea_vision.ops import Size
-from ea_vision.zoo.create import REFUSALS, load_network, timm_model, transformers_model
+from ea_vision.zoo.create import (
+    REFUSALS,
+    Kind,
+    kind_of,
+    load_network,
+    register_kind,
+    timm_model,
+    transformers_model,
+)
 from ea_vision.zoo.inputs import ImageSource, as_image
 from ea_vision.zoo.preparation import (
     Preparation,
@@ -26,16 +34,9 @@ from ea_vision.zoo.preparation import (
     in_unit_range,
     preparation_of,
     preparation_of_run,
+    set_image_statistics,
 )
-from ea_vision.zoo.source import (
-    CLASSIFICATION,
-    TRANSFORMERS,
-    Kind,
-    Source,
-    kind_of,
-    register_kind,
-    source_of,
-)
+from ea_vision.zoo.source import CLASSIFICATION, TRANSFORMERS, Source, source_of
 
 ROUNDING = 1e-3  # of values that a processor normalised, in 0..1
 
@@ -226,9 +227,9 @@ def load_model(
             of this size.
     """
     source = source_of(target, **kwargs)
+    kind = kind_of(source)
     model, epoch = load_network(source, random=random, seed=seed)
     trained = source.has_weights and not random
-    kind = kind_of(source)
     loaded = kind.prepared(model, source, trained)
     loaded.epoch = epoch
     if not trained:
@@ -268,6 +269,7 @@ def as_loaded(model: nn.Module, label: str, trained: bool = True, **images) -> L
 
 def _classifier(model: nn.Module, source: Source, trained: bool) -> LoadedModel:
     """Return a classifier with the preparation of its run's evaluation, or of its own configuration."""
+    set_image_statistics(model, source.note)
     loaded = as_loaded(model, source.label, trained)
     if source.pretrained and trained:
         loaded.weights = model.pretrained_cfg.get("tag") or ""

@@ -4,10 +4,9 @@
 weights are (`zoo.weights_file`) and how its images are prepared (`zoo.loaded`).
 """
 
-import importlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from typing import Any
 import timm
 import yaml
 from timm.models import is_model, is_model_pretrained
-from torch import nn
 
 from ea_vision.base.errors import UsageError, near_matches
 from ea_vision.models import plain_network
@@ -35,38 +33,7 @@ SAVED = "config.json"  # of a folder that timm's save_for_hf or transformers' sa
 # kinds of networks
 CLASSIFICATION = "classification"  # what a run learns, unless its config.yaml has another `task`
 TRANSFORMERS = "transformers"
-
-
-@dataclass(frozen=True)
-class Kind:
-    """Networks that are built and prepared in one way.
-
-    Attributes:
-        create: (name, **keywords) -> the network.
-        prepared: (network, source, trained) -> a `LoadedModel`, with the preparation of its images.
-        fixed_size: whether they take images of one size.
-    """
-
-    create: Callable[..., nn.Module]
-    prepared: Callable[..., Any]
-    fixed_size: bool = False
-
-
-# By a run's task or a file's suffix. A room registers its kinds when it is imported; ROOMS names those that `kind_of`
-# imports when a target needs them.
-KINDS: dict[str, Kind] = {}
-ROOMS = {
-    CLASSIFICATION: "ea_vision.zoo.loaded",
-    TRANSFORMERS: "ea_vision.zoo.loaded",
-    "detection": "ea_vision.detection.loaded",
-    ".onnx": "ea_vision.deployment.loaded",
-    ".pt2": "ea_vision.deployment.loaded",
-}
-
-
-def register_kind(name: str, kind: Kind) -> None:
-    """Let the door build networks of a kind: of a run's task, or of files with a suffix."""
-    KINDS[name] = kind
+EXPORTED = (".onnx", ".pt2")  # by the suffix of a file
 
 
 @dataclass(frozen=True)
@@ -75,9 +42,9 @@ class Source:
 
     Attributes:
         target: as it was written.
-        name, kwargs: how the network is built; see `Kind.create`.
+        name, kwargs: how the network is built; see `ea_vision.zoo.create.Kind`.
         label: for titles.
-        kind: key of KINDS.
+        kind: key of `ea_vision.zoo.create.KINDS`.
         weights: a file to load, or None.
         pretrained: whether building the network loads its weights.
         options: of a run, or those of its weights about the images to evaluate on, else {}.
@@ -188,7 +155,7 @@ def _of_file(path: Path) -> Source:
     """Return the source of a file: exported, in a run folder, or with weights whose note or name is a model's."""
     target = str(path)
     suffix = path.suffix.lower()
-    if suffix in ROOMS:
+    if suffix in EXPORTED:
         return Source(target, target, path.name, kind=suffix, pretrained=True)
     run = run_of_file(path)
     if run is not None:
@@ -217,22 +184,6 @@ def _of_file(path: Path) -> Source:
         f"{path} does not name its network, and is not in a run folder: "
         f"load it by timm.create_model(NAME, checkpoint_path={target!r})"
     )
-
-
-def kind_of(source: Source) -> Kind:
-    """Return how networks of a source's kind are built and prepared; import the room that registers it.
-
-    Raises:
-        UsageError: the kind is unknown.
-    """
-    if source.kind in ROOMS:
-        importlib.import_module(ROOMS[source.kind])
-    if source.kind not in KINDS:
-        raise UsageError(
-            f"{source.target} must be a model of {', '.join(ROOMS)}, got one of {source.kind!r}: "
-            "another release wrote it"
-        )
-    return KINDS[source.kind]
 
 
 def check_model_name(name: str, alternative: str = "") -> None:

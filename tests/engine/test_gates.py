@@ -12,9 +12,7 @@ from ea_vision.engine.classification import ClassificationConfig
 from ea_vision.engine.optimizer import build_optimizer
 from ea_vision.engine.run import freeze
 from ea_vision.layers import learnable_gates
-from ea_vision.zoo.create import load_network
 from ea_vision.zoo.preparation import image_statistics
-from ea_vision.zoo.source import source_of
 from tests.engine import runner
 
 WIDTHS = {"patch_size": 8, "embed_dim": 12, "depth": 3, "num_heads": 3}
@@ -212,10 +210,7 @@ def test_frozen_parts_stay_as_they_began_statistics_included(data, tmp_path, mor
     # of the first run
     assert about["mean"] == [0.1, 0.2, 0.3]
     assert about["std"] == [*std_of_channels]
-    assert image_statistics(load_network(source_of(str(second)))[0]) == (
-        (0.1, 0.2, 0.3),
-        std_of_channels,
-    )
+    assert image_statistics(ea_vision.load(str(second))) == ((0.1, 0.2, 0.3), std_of_channels)
     assert train_cifar.main(argv) == 0, "the same command finds it complete"
 
 
