@@ -292,7 +292,9 @@ def build_network(
                 f"the weights of {variant} are missing: {Path(cfg.file).name} belongs in the folder weights/ of a "
                 f"checkout, or comes with the wheel; got neither"
             )
-        if cfg.notes:
+        overlay = kwargs.get("pretrained_cfg_overlay") or {}
+        registered = not {"file", "state_dict"} & overlay.keys()
+        if cfg.notes and registered:
             log.info("weights of %s: %s", variant, "; ".join(cfg.notes))
     if hasattr(model_cls, "feature_indices"):
         kwargs["feature_cfg"] = {

@@ -15,7 +15,7 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dic
 
     Where `model` augments a convolution of a plain ResNet, the augmented layer takes the checkpoint's convolution: all
     of it with fusion="add"; with "concat" the first output channels, which keep their place in the concatenation.
-    Attention keeps the model's initial values. The log reports each layer in a line (level info).
+    Attention keeps the model's initial values. The log reports this in one line (level info).
 
     Args:
         state_dict: parameters by name, of our network or of timm's ResNet of the same depth.
@@ -29,14 +29,19 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dic
     """
     initial = model.state_dict()
     converted = dict(state_dict)
+    layers = []
     for name, layer in model.named_modules():
         if isinstance(layer, AugmentedConv2d) and f"{name}.weight" in converted:
             _convert_conv(name, layer, initial, converted)
-    if len(converted) > len(state_dict):
-        kept = converted.keys() & state_dict.keys()
-        unused = converted.keys() - initial.keys()
+            layers.append(layer)
+    if layers:
         _logger.info(
-            "%d tensors as they are, %d of the checkpoint's not used", len(kept), len(unused)
+            "a plain network's checkpoint: %d tensors as they are, %d not used; %d augmented convolutions have new "
+            "attention and %s of the checkpoint's output channels",
+            len(converted.keys() & state_dict.keys()),
+            len(converted.keys() - initial.keys()),
+            len(layers),
+            "all" if all(layer.fusion == "add" for layer in layers) else "the first",
         )
     return converted
 
@@ -51,20 +56,14 @@ def _convert_conv(
         initial: the model's initial parameters.
     """
     weight = converted.pop(f"{name}.weight")
-    if layer.conv is None:
-        _logger.info("%s: attention alone, no convolution to take the checkpoint's", name)
-    else:
+    if layer.conv is not None:
         shape = initial[f"{name}.conv.weight"].shape
         _check_shape(f"{name}.weight", weight, shape, exactly=layer.fusion == "add")
         converted[f"{name}.conv.weight"] = weight[: shape[0]]
-        _logger.info(
-            "%s.conv.weight: the first %d of %d output channels", name, shape[0], len(weight)
-        )
     prefix = f"{name}."
-    fresh = [key for key in initial if key.startswith(prefix) and key not in converted]
-    for key in fresh:
-        converted[key] = initial[key]
-    _logger.info("%s: fresh %s", name, ", ".join(key.removeprefix(prefix) for key in fresh))
+    for key in initial:
+        if key.startswith(prefix) and key not in converted:
+            converted[key] = initial[key]
 
 
 def _check_shape(name: str, weight: Tensor, wanted: torch.Size, exactly: bool) -> None:

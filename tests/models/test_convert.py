@@ -11,6 +11,7 @@ import torch
 import ea_vision
 from ea_vision.base.errors import UsageError
 from ea_vision.detection.model import create_detector
+from ea_vision.layers import AugmentedConv2d
 from ea_vision.models import get_network, list_networks
 from ea_vision.models._convert import checkpoint_filter_fn
 from ea_vision.zoo.create import create_classifier
@@ -49,10 +50,25 @@ def test_a_timm_network_fills_what_fits(name, plain, options, tmp_path, caplog):
             assert torch.equal(value, whole[: len(value)]), key
         else:
             assert torch.equal(value, initial[key]), key
-    lines = [record.message for record in caplog.records if "output channels" in record.message]
-    assert len(lines) == sum(key.endswith(".conv.weight") for key in ours)
+    [line] = [record.message for record in caplog.records if record.name.startswith("ea_vision")]
     same = len(ours.keys() & theirs.keys())
-    assert f"{same} tensors as they are, 0 of the checkpoint's not used" in caplog.text
+    assert f"{same} tensors as they are, 0 not used" in line
+    layers = sum(isinstance(module, AugmentedConv2d) for module in model.modules())
+    assert f"{layers} augmented convolutions" in line
+
+
+def test_notes_on_weights_that_are_not_loaded_are_not_logged(tmp_path, caplog):
+    """Those of the shipped weights of photos of scenes, where others are loaded."""
+    name = "ea_aa_resnet34_050"
+    path = tmp_path / "own.safetensors"
+    state = timm.create_model(name, num_classes=6).state_dict()
+    safetensors.torch.save_file(state, path)
+    with caplog.at_level(logging.INFO, logger="ea_vision"):
+        overlay = {"file": str(path)}
+        timm.create_model(name, pretrained=True, num_classes=6, pretrained_cfg_overlay=overlay)
+        assert "scenes" not in caplog.text
+        timm.create_model(name, pretrained=True)
+    assert "weights of ea_aa_resnet34_050: six kinds of scenes" in caplog.text
 
 
 RESNETS = [name for name in list_networks("attn_resnet") if get_network(name).plain]
