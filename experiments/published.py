@@ -48,7 +48,7 @@ tables; with the name of a network or table it prints the commands that would tr
 relative position, 6 for an element of the maps, 0 for other attention products. Not known to us: the AA paper's
 ImageNet rows of other attention than squeeze-excite.""",
 }
-MAIN = ("imagenet", "conv-transformer", "evolution")  # tables of docs/results.md
+MAIN = ("imagenet", "conv-transformer")  # tables of docs/results.md
 DATA = {  # the trainer and where its images are; classes; images for training
     "ImageNet": ("train-imagenet --data-dir DIR", 1000, 1_281_167),
     "CIFAR-10": ("train-cifar --dataset cifar10 --download --device cuda", 10, 50_000),
@@ -279,7 +279,7 @@ def parts_of_evolution(table: dict[str, Any], rows: Sequence[Row]) -> list[str]:
         *markdown(heads, lines),
         "",
         "- Ours: minus the same network without evolution, 95% interval, narrow Conv-Transformers after 4 epochs, "
-        "[ten seeds](experiments.md#does-evolving-attention-help).",
+        "[ten seeds](../docs/experiments.md#does-evolving-attention-help).",
     ]
 
 

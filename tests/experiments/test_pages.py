@@ -79,7 +79,6 @@ def the_question_by_seeds():
             yield PAGE, "", open_points(gain, "+")
             if seeds == "seeds 0 to 4":
                 yield PAGE, HELP, f"{open_points(gain, '+')}, p = {gain['p']:.3f}"
-                yield PAGE, HELP, points(paired(top1["PA"] - top1["none"]))
     logits = table("replaced-maps/full-logits.csv")
     of_pa = logits["model"].str.startswith("pa_")
     assert logits[of_pa]["correlation"].min() >= 0.999
