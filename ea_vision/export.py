@@ -51,20 +51,20 @@ def compare(model: LoadedModel, images: Sequence[Tensor], output: Path) -> str:
     for image in images:
         x = image[None]
         with torch.inference_mode():
-            own = model.model(x)
+            expected = model.model(x)
             got = network(x)
-        agreeing += int(torch.equal(own.argmax(1), got.argmax(1)))
-        difference = (own - got).abs().max() / own.abs().max().clamp(min=1e-6)
+        agreeing += int(torch.equal(expected.argmax(1), got.argmax(1)))
+        difference = (expected - got).abs().max() / expected.abs().max().clamp(min=1e-6)
         largest = max(largest, float(difference.nan_to_num(math.inf)))
-    said = (
+    comparison = (
         f"same class on {agreeing} of {len(images)} image(s), largest difference {largest:.1e} "
         "of the largest logit"
     )
     if not largest < LARGEST:
         raise RunError(
-            f"{output} was written, but its outputs differ from those of {model.label}: {said}"
+            f"{output} was written, but its outputs differ from those of {model.label}: {comparison}"
         )
-    return said
+    return comparison
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -113,8 +113,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         classes=model.classes,
     )
     write(export_program(model.model, model.img_size), args.output, about)
-    said = compare(model, images, args.output)
+    comparison = compare(model, images, args.output)
     kind = f"opset {OPSET}" if args.output.suffix.lower() == ".onnx" else "torch.export"
     size = args.output.stat().st_size / 2**20
-    print(f"written: {args.output} ({size:.1f} MiB, {kind}); {said}")
+    print(f"written: {args.output} ({size:.1f} MiB, {kind}); {comparison}")
     return 0

@@ -103,10 +103,10 @@ def classify(
 ) -> Iterator[tuple[str, str, list]]:
     """Yield for each image its error or "", its likeliest classes as text, and its entries of the JSON."""
     if not loaded.trained or not loaded.num_classes:
-        lacking = "weights" if not loaded.trained else "classifier"
+        missing = "weights" if not loaded.trained else "classifier"
         raise UsageError(
             "a run folder or a model with trained weights and a classifier is required (`ea-vision models "
-            f"--weights` lists ours), and {args.model} has no {lacking}"
+            f"--weights` lists ours), and {args.model} has no {missing}"
         )
     refuse(
         {"--output": args.output, "--min-score": args.min_score},
@@ -142,27 +142,27 @@ def find_objects(
     for path, picture in zip(images, pictures, strict=True):
         try:
             image = read_image(path)
-            [found] = loaded.detect([image])
+            [detections] = loaded.detect([image])
         except UsageError as error:
             yield str(error), "", []
         except FloatingPointError as error:
             yield f"{loaded.label} {error} for {path}", "", []
         else:
-            sure = found["scores"] >= least
-            found = {name: value[sure] for name, value in found.items()}
+            sure = detections["scores"] >= least
+            detections = {name: value[sure] for name, value in detections.items()}
             if args.output:
-                drawn = draw_detections(pil_to_tensor(image), found, loaded.classes)
+                drawn = draw_detections(pil_to_tensor(image), detections, loaded.classes)
                 data = io.BytesIO()
                 to_pil_image(drawn).save(data, "PNG")
                 atomic_write(picture, data.getvalue())
             named = ", ".join(
                 f"{loaded.classes[label]} {score:.2f}"
-                for label, score in zip(found["labels"], found["scores"], strict=True)
+                for label, score in zip(detections["labels"], detections["scores"], strict=True)
             )
             yield (
                 "",
                 f"{path}: {named or 'nothing found'}",
-                results_of(path, found, loaded.category_ids),
+                results_of(path, detections, loaded.category_ids),
             )
 
 

@@ -237,16 +237,16 @@ def list_models(names: Sequence[str], weights: bool = False) -> list[dict[str, s
     Raises:
         UsageError: no such weights; a run, a file or a hub's model, which --sizes and --layers alone take.
     """
-    by_name = defaultdict(list)
+    tagged_names = defaultdict(list)
     for full in timm.list_pretrained():
-        by_name[full.partition(".")[0]].append(full)
+        tagged_names[full.partition(".")[0]].append(full)
     ours = list_networks()
     rows = []
     for name in names:
         if not timm.is_model(name):
             raise UsageError(f"the list is of networks by name; {name} needs --sizes or --layers")
         plain, _, tag = name.partition(".")
-        tagged = by_name[plain]
+        tagged = tagged_names[plain]
         if tag:
             if name not in tagged:
                 near = near_matches(name, tagged, "weights")
@@ -352,8 +352,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         rows = list_models(names, args.weights)
     if not rows:
-        lacking = "weights" if args.weights else "our attention"
-        raise UsageError(f"none of the {len(names)} networks has {lacking}")
+        missing = "weights" if args.weights else "our attention"
+        raise UsageError(f"none of the {len(names)} networks has {missing}")
     if args.csv == "-":
         print(csv_text(rows), end="")
         return 0

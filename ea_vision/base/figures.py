@@ -45,5 +45,5 @@ def color_cycle() -> Sequence[str]:
     import matplotlib
 
     cycle = matplotlib.rcParams["axes.prop_cycle"]
-    own = cycle != matplotlib.rcParamsDefault["axes.prop_cycle"] and "color" in cycle.keys
-    return cycle.by_key()["color"] if own else COLORS
+    is_set = cycle != matplotlib.rcParamsDefault["axes.prop_cycle"] and "color" in cycle.keys
+    return cycle.by_key()["color"] if is_set else COLORS

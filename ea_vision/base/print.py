@@ -45,8 +45,8 @@ CJK_FONTS = (
 
 @cache
 def _installed() -> tuple[str, ...]:
-    known = set(get_font_names())
-    return tuple(name for name in CJK_FONTS if name in known)
+    installed = set(get_font_names())
+    return tuple(name for name in CJK_FONTS if name in installed)
 
 
 def fonts() -> list[str]:

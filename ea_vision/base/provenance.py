@@ -51,6 +51,6 @@ def hardware(device: torch.device, processes: int) -> str:
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        found = re.search(r"model name\s*: (.*)", cpuinfo.read_text(encoding="utf-8"))
-        model = found[1] if found else model
+        match = re.search(r"model name\s*: (.*)", cpuinfo.read_text(encoding="utf-8"))
+        model = match[1] if match else model
     return f"{model}, {processes} process(es) x {torch.get_num_threads()} threads"

@@ -108,9 +108,9 @@ class Loader:
 
     def eval_images(self) -> list[range]:
         """Return the indices of the images of each batch."""
-        of_rank = range(self.rank, self.count, self.world_size)
+        indices = range(self.rank, self.count, self.world_size)
         starts = range(0, len(self) * self.batch_size, self.batch_size)
-        return [of_rank[start : start + self.batch_size] for start in starts]
+        return [indices[start : start + self.batch_size] for start in starts]
 
     def repeated(self, order: Tensor, times: int) -> Tensor:
         """Return an epoch that has each of its images `times` times (repeated augmentation, Hoffer et al. 2019), and so

@@ -48,9 +48,9 @@ def labels_of(source: Path, names: list[str]) -> list[str]:
         )
     [read] = [READERS[pattern] for pattern in READERS if path.match(pattern)]
     try:
-        by_number = read(path)
+        class_of_number = read(path)
         numbers = [int(NAME.fullmatch(name)[2]) for name in names]
-        return [by_number[number] for number in numbers]
+        return [class_of_number[number] for number in numbers]
     except Exception as error:  # csv, scipy and tarfile raise many kinds on damaged files
         raise UsageError(
             f"{path} cannot be read as labels of the {len(names)} images of {source}: "

@@ -112,12 +112,12 @@ class Decoder(Dataset):
 @contextmanager
 def _own_random_state() -> Iterator[None]:
     """Restore the random state, which is part of the trainer's checkpoints, after the block."""
-    of_python = random.getstate()
-    of_numpy = np.random.get_state()
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         yield
-    random.setstate(of_python)
-    np.random.set_state(of_numpy)
+    random.setstate(python_state)
+    np.random.set_state(numpy_state)
 
 
 @dataclass
@@ -157,12 +157,12 @@ class _Workers:
         self._batches: list[
             np.ndarray
         ] = []  # a batch sampler, which torch reads anew for each iteration
-        of_workers = {}
+        worker_options = {}
         if count:
-            of_workers["prefetch_factor"] = AHEAD
-            of_workers["multiprocessing_context"] = start_method()
-            of_workers["timeout"] = STUCK_SECONDS
-            of_workers["persistent_workers"] = True
+            worker_options["prefetch_factor"] = AHEAD
+            worker_options["multiprocessing_context"] = start_method()
+            worker_options["timeout"] = STUCK_SECONDS
+            worker_options["persistent_workers"] = True
         self._loader = DataLoader(
             decoder,
             batch_sampler=self._batches,
@@ -172,7 +172,7 @@ class _Workers:
             worker_init_fn=_begin_worker,
             # A generator of its own, since the trainer's random state is part of its checkpoints.
             generator=torch.Generator(),
-            **of_workers,
+            **worker_options,
         )
 
     def decoded(self, batches: list[np.ndarray]) -> Iterator[Decoded]:

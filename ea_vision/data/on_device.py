@@ -39,10 +39,10 @@ class TrainLoader(_OnDevice):
         draws = draws.to(self.device)
         order_there = order.to(self.device)
         for places in self.train_places(first):
-            chosen = order_there[places]
-            images = self.images[chosen]
+            numbers = order_there[places]
+            images = self.images[numbers]
             images = self.augmentation.apply(images, draws[places], self.mean, self.std)
-            yield Batch(images, self.targets[chosen], order[places])
+            yield Batch(images, self.targets[numbers], order[places])
 
 
 class EvalLoader(_OnDevice):
@@ -57,7 +57,7 @@ class EvalLoader(_OnDevice):
     def batches(self) -> Iterator[Batch]:
         """Yield the batches; the last ones may be short or empty."""
         for images in self.eval_images():
-            chosen = torch.tensor(list(images), dtype=torch.int64)
-            there = sent(chosen, self.device)
+            numbers = torch.tensor(list(images), dtype=torch.int64)
+            there = sent(numbers, self.device)
             shown = normalize(self.images[there], self.mean, self.std)
-            yield Batch(shown, self.targets[there], chosen)
+            yield Batch(shown, self.targets[there], numbers)

@@ -36,13 +36,13 @@ def shard_labels(path: Path, files: Mapping[str, Span]) -> dict[str, str]:
             f"{path} is a shard of WebDataset's: {LABEL_SUFFIX} is required beside each image, and "
             f"{ascii(without[0])} has none"
         )
-    found = {}
+    labels_by_name = {}
     with open(path, "rb") as file:
         for name in images:
             start, size = labels[_key(name)]
             file.seek(start)
-            found[name] = _text(path, name, file.read(min(size, LONGEST + 1)))
-    return found
+            labels_by_name[name] = _text(path, name, file.read(min(size, LONGEST + 1)))
+    return labels_by_name
 
 
 def _key(name: str) -> str:

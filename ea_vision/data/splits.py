@@ -24,15 +24,15 @@ def find_split(root: Path, split: str, or_root: bool = False) -> Path:
     Raises:
         UsageError: the data folder or the split does not exist.
     """
-    found = _split_in(root, split)
-    if found:
-        return found
+    place = _split_in(root, split)
+    if place:
+        return place
     has_splits = any(_split_in(root, name) for name in NAMES)
     if or_root and root.exists() and not has_splits:
         return root
     names = NAMES[split][: 1 if split == "train" else 2]
-    wanted = " or ".join(f"{name}/ or {name}.tar" for name in names)
-    raise UsageError(f"data folder {root} must have {wanted}{_what_was_meant(root)}")
+    names_required = " or ".join(f"{name}/ or {name}.tar" for name in names)
+    raise UsageError(f"data folder {root} must have {names_required}{_what_was_meant(root)}")
 
 
 def _split_in(root: Path, split: str) -> Path | None:

@@ -216,25 +216,25 @@ def main(argv: list[str] | None = None) -> int:
         help="validation (default: %(default)s)",
     )
     add("--workers", type=int, default=os.cpu_count(), help="threads (default: one per core)")
-    given = parser.parse_args(argv)
-    _check_range("--eval-resize", given.eval_resize, 8, LARGEST)
-    _check_range("--eval-img-size", given.eval_img_size, 8, given.eval_resize)
-    _check_range("--max-size", given.max_size, 1, LARGEST)
-    _check_range("--jpeg-share", given.jpeg_share, 0, 1)
-    _check_range("--workers", given.workers, 1, 1024)
+    args = parser.parse_args(argv)
+    _check_range("--eval-resize", args.eval_resize, 8, LARGEST)
+    _check_range("--eval-img-size", args.eval_img_size, 8, args.eval_resize)
+    _check_range("--max-size", args.max_size, 1, LARGEST)
+    _check_range("--jpeg-share", args.jpeg_share, 0, 1)
+    _check_range("--workers", args.workers, 1, 1024)
     require_ffcv("ffcv")
-    source = ImageFiles(find_split(given.data_dir, given.split, or_root=True))
-    evaluated = Evaluated(given.eval_img_size, given.eval_resize, given.interpolation)
+    source = ImageFiles(find_split(args.data_dir, args.split, or_root=True))
+    evaluated = Evaluated(args.eval_img_size, args.eval_resize, args.interpolation)
     write_beton(
         source,
-        given.out,
-        max_size=given.max_size,
-        jpeg_share=given.jpeg_share,
-        workers=given.workers,
-        evaluated=evaluated if given.split == "validation" else None,
+        args.out,
+        max_size=args.max_size,
+        jpeg_share=args.jpeg_share,
+        workers=args.workers,
+        evaluated=evaluated if args.split == "validation" else None,
     )
-    mib = given.out.stat().st_size / 2**20
-    print(f"{given.out}: {len(source)} images of {len(source.classes)} classes, {mib:.1f} MiB")
+    mib = args.out.stat().st_size / 2**20
+    print(f"{args.out}: {len(source)} images of {len(source.classes)} classes, {mib:.1f} MiB")
     return 0
 
 

@@ -76,14 +76,14 @@ def read_coco(path: Path) -> dict[str, list[dict]]:
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{path} is damaged: it is not valid JSON ({error})") from error
     ids: dict[str, set[int]] = {part: set() for part in FIELDS}
-    found = {}
+    parts = {}
     for part in FIELDS:
         entries = content.get(part) if isinstance(content, dict) else None
         may_be_empty = part == "annotations"
         if not isinstance(entries, list) or not (entries or may_be_empty):
             _refuse(path, part, "a list that is not empty", entries)
-        found[part] = [_checked(path, part, n, entry, ids) for n, entry in enumerate(entries)]
-    return found
+        parts[part] = [_checked(path, part, n, entry, ids) for n, entry in enumerate(entries)]
+    return parts
 
 
 def _checked(path: Path, part: str, number: int, entry: Any, ids: dict[str, set[int]]) -> dict:

@@ -97,8 +97,8 @@ def coco_metrics(
     with redirect_stdout(io.StringIO()):  # it prints its steps
         truth.createIndex()
         # loadRes takes no empty list
-        found = truth.loadRes(copy.deepcopy(detections)) if detections else COCO()
-        evaluation = COCOeval(truth, found, "bbox")
+        results = truth.loadRes(copy.deepcopy(detections)) if detections else COCO()
+        evaluation = COCOeval(truth, results, "bbox")
         evaluation.evaluate()
         evaluation.accumulate()
         evaluation.summarize()
@@ -117,10 +117,10 @@ def _per_class(ground_truth: dict, evaluation) -> list[dict]:
     precision = evaluation.eval["precision"][..., 0, -1]
     rows = []
     for place, category in enumerate(evaluation.params.catIds):
-        of_class = precision[:, :, place]
+        class_precision = precision[:, :, place]
         row = {"class": names[category], "objects": objects[category]}
-        row["AP"] = round(_percent(of_class.mean()), 2)
-        row["AP50"] = round(_percent(of_class[0].mean()), 2)
+        row["AP"] = round(_percent(class_precision.mean()), 2)
+        row["AP50"] = round(_percent(class_precision[0].mean()), 2)
         rows.append(row)
     return rows
 
@@ -151,7 +151,7 @@ def evaluate(
     """
     model.eval()
     source = loader.source
-    found: list[dict] = []
+    results: list[dict] = []
     ids: list[int] = []
     with closing(loader.batches()) as batches:
         for pixels, targets, indices in batches:
@@ -164,7 +164,7 @@ def evaluate(
                 detected = model(pixels)
             for target, one in zip(targets, detected, strict=True):
                 one = found_in_original(one, target["size"], pixels.shape[-1])
-                found += results_of(target["image_id"], one, source.category_ids)
+                results += results_of(target["image_id"], one, source.category_ids)
     ids = sorted(_joined(world.gather(ids)))
     truth = source.ground_truth(ids)
     if all(row["iscrowd"] for row in truth["annotations"]):
@@ -173,9 +173,9 @@ def evaluate(
             "no box"
         )
     # the same order on any number of processes
-    found = sorted(_joined(world.gather(found)), key=lambda row: str(row["image_id"]))
-    measures, per_class = coco_metrics(truth, found)
-    return DetectionResult(len(ids), measures, per_class, found, len(source) - len(ids))
+    results = sorted(_joined(world.gather(results)), key=lambda row: str(row["image_id"]))
+    measures, per_class = coco_metrics(truth, results)
+    return DetectionResult(len(ids), measures, per_class, results, len(source) - len(ids))
 
 
 def _joined(lists: list[list]) -> list:

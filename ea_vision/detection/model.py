@@ -170,15 +170,15 @@ class ClassHead(RetinaNetClassificationHead):
         """Return the mean over images of: focal loss of matched and background anchors / number of matched anchors."""
         losses = []
         for target, logits, match in zip(targets, outputs["cls_logits"], matched, strict=True):
-            of_object = match >= 0
-            labels = target["labels"][match[of_object]]
-            wanted = torch.zeros_like(logits)
-            wanted[of_object, labels] = 1.0
+            is_object = match >= 0
+            labels = target["labels"][match[is_object]]
+            one_hot = torch.zeros_like(logits)
+            one_hot[is_object, labels] = 1.0
             clear = match != self.BETWEEN_THRESHOLDS
             loss = sigmoid_focal_loss(
-                logits[clear], wanted[clear], self.alpha, self.gamma, reduction="sum"
+                logits[clear], one_hot[clear], self.alpha, self.gamma, reduction="sum"
             )
-            losses.append(loss / of_object.sum().clamp(min=1))
+            losses.append(loss / is_object.sum().clamp(min=1))
         return torch.stack(losses).mean()
 
 

@@ -97,9 +97,9 @@ def random_state(device: torch.device) -> dict:
         "python": random.getstate(),
         "numpy": [name, keys.tolist(), *rest],
     }
-    of_device = devices.random_state(device)
-    if of_device is not None:
-        state[device.type] = of_device
+    device_state = devices.random_state(device)
+    if device_state is not None:
+        state[device.type] = device_state
     return state
 
 

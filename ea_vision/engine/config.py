@@ -393,8 +393,8 @@ class TrainConfig:
         shared.grad_accum_steps = count
         shared.batch_size = images // count
         if 2 * shared.batch_size <= min(self.batch_size, images):
-            of_full = processes * self.batch_size
-            full = total - total % of_full
+            full_images = processes * self.batch_size
+            full = total - total % full_images
             log.warning(
                 "total_batch %d on %d processes needs batches of %d, far below batch_size %d: "
                 "%d or %d can use full ones",
@@ -403,7 +403,7 @@ class TrainConfig:
                 shared.batch_size,
                 self.batch_size,
                 full,
-                full + of_full,
+                full + full_images,
             )
         return shared
 
@@ -518,12 +518,12 @@ def _checked(name: str, value: Any, kind: Any, rules: SimpleNamespace) -> Any:
             raise TypeError
         value = read(value)
     except (TypeError, ValueError, ArithmeticError) as error:
-        wanted = f"of type {getattr(kind, '__name__', kind)}"
+        requirement = f"of type {getattr(kind, '__name__', kind)}"
         if kind == float | str:
-            wanted = "a number, or a percentage up to 100%"
+            requirement = "a number, or a percentage up to 100%"
         if rules.choices:  # YAML reads off as false
-            wanted = f"one of {', '.join(rules.choices)}"
-        raise UsageError(f"{name} must be {wanted}, got {value!r}") from error
+            requirement = f"one of {', '.join(rules.choices)}"
+        raise UsageError(f"{name} must be {requirement}, got {value!r}") from error
     if rules.choices and value not in rules.choices:
         raise UsageError(f"{name} must be one of {', '.join(rules.choices)}, got {value!r}")
     for number in value if isinstance(value, list) else [value]:
@@ -534,17 +534,17 @@ def _checked(name: str, value: Any, kind: Any, rules: SimpleNamespace) -> Any:
 
 def _check_number(name: str, number: float, rules: SimpleNamespace) -> None:
     """Raise UsageError for a number that the rules do not allow."""
-    wanted = ""
+    requirement = ""
     if not math.isfinite(number):
-        wanted = "a finite number"
+        requirement = "a finite number"
     elif number < rules.minimum:
-        wanted = f"at least {rules.minimum}"
+        requirement = f"at least {rules.minimum}"
     elif number > rules.maximum:
-        wanted = f"at most {rules.maximum}"
+        requirement = f"at most {rules.maximum}"
     elif number <= rules.above:
-        wanted = f"above {rules.above}"
-    if wanted:
-        raise UsageError(f"{name} must be {wanted}, got {number}")
+        requirement = f"above {rules.above}"
+    if requirement:
+        raise UsageError(f"{name} must be {requirement}, got {number}")
 
 
 # ---- recipes ----------------------------------------------------------------------------------------------------
@@ -659,8 +659,8 @@ def _read_recipe(name: str) -> dict:
 
 def trainer_of(options: Collection[str]) -> str:
     """Return the trainer that has these options; "" if it is none of ours."""
-    found = [trainer for name, trainer in TRAINERS.items() if name in options]
-    return found[0] if found else ""
+    trainers = [trainer for name, trainer in TRAINERS.items() if name in options]
+    return trainers[0] if trainers else ""
 
 
 def resolve(cls: type[TrainConfig], given: dict) -> Any:
@@ -674,10 +674,10 @@ def resolve(cls: type[TrainConfig], given: dict) -> Any:
     recipe_name = given.get("recipe", names["recipe"].default)
     options = load_recipe(recipe_name)
     if "about" in options:  # the config.yaml of a run, perhaps another trainer's
-        own = {"output", "resume"}
+        not_inherited = {"output", "resume"}
         if trainer_of(options) != trainer_of(names):
-            own.add("dataset")  # trainers read different ones
-        for key in options.keys() - names.keys() | own:
+            not_inherited.add("dataset")  # trainers read different ones
+        for key in options.keys() - names.keys() | not_inherited:
             options.pop(key, None)
     for key in options:
         if key not in names:
@@ -803,8 +803,8 @@ def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> dict:
     Raises:
         UsageError: unknown flag (naming near matches), an argument that is not an option, or a missing value.
     """
-    given = vars(parser.parse_args(argv))
-    for key, value in given.items():
+    options = vars(parser.parse_args(argv))
+    for key, value in options.items():
         if key.endswith("_kwargs"):
-            given[key] = dict(value)
-    return given
+            options[key] = dict(value)
+    return options

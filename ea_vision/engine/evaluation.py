@@ -99,10 +99,10 @@ def options_of(schema: type, source: Source, given: dict) -> Any:
         for key, value in source.kwargs.items():
             if key not in DATA_KEYWORDS:
                 kwargs[key] = value
-        own = {"model": source.name, "model_kwargs": kwargs, **source.options}
+        defaults = {"model": source.name, "model_kwargs": kwargs, **source.options}
         if "img_size" in source.kwargs:  # all that older releases' weights say
-            own.setdefault("img_size", source.kwargs["img_size"])
-        return resolve(schema, {**own, **given})
+            defaults.setdefault("img_size", source.kwargs["img_size"])
+        return resolve(schema, {**defaults, **given})
     for key in ("model", "model_kwargs"):
         if key in given and given[key] != source.options.get(key):
             raise UsageError(

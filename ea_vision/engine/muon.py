@@ -49,12 +49,12 @@ class BatchedMuon(timm.optim.Muon):
         unusual = group.get("scale_eps") or group.get("capturable") or torch.is_tensor(group["lr"])
         if unusual or group.get("algo", "muon") != "muon" or group["conv_mode"] != "flatten":
             return
-        by_shape = defaultdict(list)
+        params_by_shape = defaultdict(list)
         for param in group["params"]:
             state = self.state.get(param, {})
             if param.grad is not None and state.get("use_muon") and "momentum_buffer" in state:
-                by_shape[param.shape, param.dtype, param.device].append(param)
-        yield from by_shape.values()
+                params_by_shape[param.shape, param.dtype, param.device].append(param)
+        yield from params_by_shape.values()
 
     def _update(self, group: dict, params: list[Tensor]) -> None:
         """Update parameters of one shape as timm's Muon does: decay, momentum, Newton-Schulz, rate by shape."""

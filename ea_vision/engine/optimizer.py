@@ -34,10 +34,12 @@ MUON_SCALES_FALLBACK = FALLBACK_SCALE in inspect.signature(timm.optim.Muon).para
 
 def check_optimizer_name(name: str) -> None:
     """Raise UsageError, with near matches, if this is not a name for --opt: one of timm's, or lookahead_ and one."""
-    known = timm.optim.list_optimizers()
-    if name.removeprefix(LOOKAHEAD) not in known:
-        known += [LOOKAHEAD + other for other in known]
-        raise UsageError(f"unknown optimiser {name!r}; {near_matches(name, known, 'optimisers')}")
+    optimizers = timm.optim.list_optimizers()
+    if name.removeprefix(LOOKAHEAD) not in optimizers:
+        optimizers += [LOOKAHEAD + other for other in optimizers]
+        raise UsageError(
+            f"unknown optimiser {name!r}; {near_matches(name, optimizers, 'optimisers')}"
+        )
 
 
 def build_optimizer(
@@ -177,18 +179,18 @@ def load_optimizer(
             f"optimiser state of {source} is of {saved['opt']} and does not fit {config.opt}: begin a run with "
             "its weights (--pretrained-path)"
         )
-    of_options = {"lr", "initial_lr", "lr_scale", "weight_decay", "momentum"}
-    of_options.update(config.opt_kwargs, saved["opt_kwargs"])
-    own = []
+    option_keys = {"lr", "initial_lr", "lr_scale", "weight_decay", "momentum"}
+    option_keys.update(config.opt_kwargs, saved["opt_kwargs"])
+    new_options = []
     for group in optimizer.param_groups:
-        own.append({key: value for key, value in group.items() if key in of_options})
+        new_options.append({key: value for key, value in group.items() if key in option_keys})
     try:
         optimizer.load_state_dict(state)
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(
             f"optimiser state of {source} does not fit {config.opt}: {error!r}"
         ) from error
-    for group, ours in zip(optimizer.param_groups, own, strict=True):
+    for group, ours in zip(optimizer.param_groups, new_options, strict=True):
         group.update(ours)
 
 

@@ -61,10 +61,10 @@ def trial_step(trainer: Trainer) -> float:
         seconds = _timed_steps(trainer, count, steps=2 if on_cpu else 3)
     except torch.OutOfMemoryError as error:
         size = devices.total_memory(device)
-        of_size = "" if size is None else f" ({memory_size(size)})"
+        memory = "" if size is None else f" ({memory_size(size)})"
         raise UsageError(
             f"a batch of {count} images of {side} pixels does not fit into the memory of "
-            f"{device}{of_size}: lower --batch-size (with --total-batch "
+            f"{device}{memory}: lower --batch-size (with --total-batch "
             f"{trainer.images_of_update} more batches are added up), or set --grad-checkpointing "
             "or --amp"
         ) from error

@@ -57,10 +57,10 @@ def begin_or_resume(trainer: Trainer, about: dict) -> None:
     config = trainer.config
     folder = trainer.folder
     world = trainer.world
-    found = checkpoint_to_resume(config, folder, world)
+    newest = checkpoint_to_resume(config, folder, world)
     branches_off = False
-    if found is not None:
-        path, state = found
+    if newest is not None:
+        path, state = newest
         resume(trainer, path, state)
         is_own = path.parent == folder and _same_command(config, world, state)
         branches_off = config.resume != "auto" and not is_own
@@ -91,16 +91,16 @@ def checkpoint_to_resume(
     named = config.resume != "auto"
     notices = world.is_main and not named
     with world.main_first():
-        found = checkpoint.newest_checkpoint(folder, log.warning if notices else None)
-    if named and found is not None and not _same_command(config, world, found[1]):
-        found = None
-    updates = world.gather(None if found is None else found[1]["progress"]["updates"])
+        newest = checkpoint.newest_checkpoint(folder, log.warning if notices else None)
+    if named and newest is not None and not _same_command(config, world, newest[1]):
+        newest = None
+    updates = world.gather(None if newest is None else newest[1]["progress"]["updates"])
     if len(set(updates)) > 1:
         raise UsageError(
             f"{folder} must be on a disk that all processes share: they find checkpoints after "
             f"updates {', '.join(map(str, updates))}"
         )
-    return _named_checkpoint(Path(config.resume)) if named and found is None else found
+    return _named_checkpoint(Path(config.resume)) if named and newest is None else newest
 
 
 def _same_command(config: TrainConfig, world: World, state: dict) -> bool:
@@ -118,10 +118,10 @@ def _named_checkpoint(path: Path) -> tuple[Path, dict]:
     """
     if not path.is_dir():
         return path, checkpoint.read_run_state(path)
-    found = checkpoint.newest_checkpoint(path)
-    if found is None:
+    newest = checkpoint.newest_checkpoint(path)
+    if newest is None:
         raise UsageError(f"--resume {path}: no valid checkpoint in this folder")
-    return found
+    return newest
 
 
 def choose_best_anew(trainer: Trainer, path: Path) -> None:

@@ -271,12 +271,12 @@ def freeze(model: nn.Module, config: TrainConfig) -> None:
         UsageError: the model has no module or parameter of a name.
     """
     for name in filter(None, config.freeze.split(",")):
-        known = False
+        matches = False
         for path, parameter in model.named_parameters():
             if f"{path}.".startswith(f"{name}."):
                 parameter.requires_grad = False
-                known = True
-        if not known:
+                matches = True
+        if not matches:
             near = near_matches(name, dict(model.named_modules()), "modules")
             raise UsageError(f"freeze: the model has no {name!r}; {near}")
     if getattr(config, "linear_probe", False):  # an option of classifiers

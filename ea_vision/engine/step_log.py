@@ -96,8 +96,8 @@ class StepLog:
             import wandb
 
         folder = self.path.parent.resolve()
-        known = folder / "wandb_id.txt"
-        number = known.read_text(encoding="utf-8") if known.exists() else uuid.uuid4().hex
+        id_file = folder / "wandb_id.txt"
+        number = id_file.read_text(encoding="utf-8") if id_file.exists() else uuid.uuid4().hex
         try:
             board = wandb.init(
                 project=config.wandb,
@@ -111,7 +111,7 @@ class StepLog:
             raise UsageError(
                 f"--wandb: {error} (WANDB_MODE=offline logs into the run folder only)"
             ) from error
-        atomic_write(known, number.encode())
+        atomic_write(id_file, number.encode())
         return board
 
     def add(self, row: dict, seconds_left: float | None = None) -> None:

@@ -253,11 +253,11 @@ class Trainer:
         """Load this process's own part of a state: random generators and, if processes differ, batch statistics."""
         rank = self.world.rank
         checkpoint.set_random_state(state["random"][rank], self.world.device)
-        of_ranks = state.get("buffers")  # release 1.0 had none
-        if of_ranks is None:
+        buffers = state.get("buffers")  # None if processes do not differ
+        if buffers is None:
             return
-        self.model.load_state_dict(of_ranks[rank]["model"], strict=False)
-        self.best_model.load_state_dict(of_ranks[rank]["best_model"], strict=False)
+        self.model.load_state_dict(buffers[rank]["model"], strict=False)
+        self.best_model.load_state_dict(buffers[rank]["best_model"], strict=False)
 
     def save(self, best: bool = False, snapshot: bool = False) -> None:
         """Write the checkpoint; the one it replaces is kept. All processes must call this.
@@ -299,15 +299,15 @@ class Trainer:
         """Return the buffers of every process, in order of rank, or None if a run needs only the first one's."""
         if self.world.size == 1 or not self.own_statistics:
             return None
-        own = {"model": buffers_of(self.model), "best_model": buffers_of(self.best_model)}
-        return self.world.gather(own)
+        buffers = {"model": buffers_of(self.model), "best_model": buffers_of(self.best_model)}
+        return self.world.gather(buffers)
 
     # ---- what differs between tasks ----------------------------------------------------------------------------------
 
     def text_of(self, figures: dict[str, float]) -> str:
         """Write the measures among `figures` that are not nan, for a line of the log."""
-        known = [name for name in self.measures if not math.isnan(figures[name])]
-        return "  ".join(f"{name} {figures[name]:.2f}%" for name in known)
+        numbers = [name for name in self.measures if not math.isnan(figures[name])]
+        return "  ".join(f"{name} {figures[name]:.2f}%" for name in numbers)
 
     def _compiled(self, model: nn.Module) -> nn.Module:
         """Return the model, compiled if the options say so."""
@@ -649,8 +649,8 @@ class Trainer:
 
     def _stop_wanted(self) -> bool:
         """Return whether any process was asked to stop; all processes must ask together."""
-        wanted = torch.tensor(float(self.stop.signal is not None), device=self.world.device)
-        return self.world.sum(wanted).item() > 0
+        requests = torch.tensor(float(self.stop.signal is not None), device=self.world.device)
+        return self.world.sum(requests).item() > 0
 
     def _leave(self) -> None:
         """Save, and end the run because of a signal."""

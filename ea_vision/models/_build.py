@@ -73,12 +73,12 @@ def register_networks(
             if pretrained:
                 kwargs = _choose_plain_weights(name, network, kwargs)
                 trained = _trained_with(name, network, model_cls, kwargs)
-            wanted = {**network.kwargs, **trained, **kwargs}
-            model = build_network(model_cls, name, pretrained, **wanted)
+            keywords = {**network.kwargs, **trained, **kwargs}
+            model = build_network(model_cls, name, pretrained, **keywords)
             # needed to build it again; timm's configuration has no field for it
             model.trained_with = trained
             model._model_args = dict(trained)  # timm's save_for_hf writes these
-            check_notes(model, partial(_check_note, module, model_cls, wanted))
+            check_notes(model, partial(_check_note, module, model_cls, keywords))
             return model
 
         entry.__name__ = name
@@ -186,8 +186,8 @@ def name_plain(plain: nn.Module) -> None:
     plain.pretrained_cfg = {**cfg, "architecture": timms}
     plain.default_cfg = plain.pretrained_cfg
     taken = inspect.signature(type(plain)).parameters
-    given = getattr(plain, "_model_args", {})
-    plain._model_args = {key: value for key, value in given.items() if key in taken}
+    model_args = getattr(plain, "_model_args", {})
+    plain._model_args = {key: value for key, value in model_args.items() if key in taken}
 
 
 def list_networks(module: str | None = None) -> list[str]:
@@ -282,10 +282,12 @@ def build_network(
             variant, kwargs.get("pretrained_cfg"), kwargs.get("pretrained_cfg_overlay")
         )
         if not cfg.has_weights and not cfg.state_dict:
-            having = [name for name in list_pretrained() if name.split(".")[0] in _NETWORKS]
+            pretrained_names = [
+                name for name in list_pretrained() if name.split(".")[0] in _NETWORKS
+            ]
             raise RuntimeError(
                 f"{variant} has no pretrained weights; create it with pretrained=False. "
-                f"Models of ea_vision that have them: {', '.join(having) or 'none yet'}"
+                f"Models of ea_vision that have them: {', '.join(pretrained_names) or 'none yet'}"
             )
         if cfg.file and not Path(cfg.file).exists():
             raise RuntimeError(

@@ -27,9 +27,9 @@ def input_channels(model: nn.Module) -> int:
     for name, module in model.named_modules():
         if isinstance(module, nn.Conv2d) and ".evolution." not in name:  # evolutions take maps
             convolutions.append(module.in_channels)
-    of_images = [channels for channels in convolutions if channels <= MOST_CHANNELS]
-    if of_images:
-        return of_images[0]
+    channel_counts = [channels for channels in convolutions if channels <= MOST_CHANNELS]
+    if channel_counts:
+        return channel_counts[0]
     if config.get("input_size"):
         return config["input_size"][0]
     if convolutions:

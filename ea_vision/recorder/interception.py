@@ -38,12 +38,10 @@ def _scaled_dot_product(
         allowed = attn_mask
         attn_mask = torch.zeros_like(allowed, dtype=torch.float32)
         attn_mask = attn_mask.masked_fill(~allowed, -torch.inf)
-    by_torch = torch.ops.aten._scaled_dot_product_attention_math
+    unfused = torch.ops.aten._scaled_dot_product_attention_math
     narrow = value[..., :1].float()
     with torch._C._DisableAutocast():
-        _, attn = by_torch(
-            query.float(), key.float(), narrow, attn_mask, is_causal=is_causal, **how
-        )
+        _, attn = unfused(query.float(), key.float(), narrow, attn_mask, is_causal=is_causal, **how)
     return attn
 
 
@@ -53,8 +51,8 @@ def _multi_head(result: tuple[Tensor, Tensor | None], *args: Any, **kwargs: Any)
     This call returns NaN for a query whose keys are all masked. If the first call's output was finite, the row becomes
     0, as in scaled_dot_product_attention.
     """
-    asked = {**kwargs, "need_weights": True, "average_attn_weights": False, "training": False}
-    attn = F.multi_head_attention_forward(*args, **asked)[1]
+    options = {**kwargs, "need_weights": True, "average_attn_weights": False, "training": False}
+    attn = F.multi_head_attention_forward(*args, **options)[1]
     if result[0].isfinite().all():
         unseen = attn.isnan().all(-1, keepdim=True)
         attn = attn.masked_fill(unseen, 0.0)

@@ -426,27 +426,27 @@ def layout_finder(
     read = None
     for module in owners(model, name):
         paths = [f"{cls.__module__}.{cls.__name__}" for cls in type(module).__mro__]
-        known = [path for path in paths if path in SPECIAL]
-        if known:
+        special = [path for path in paths if path in SPECIAL]
+        if special:
             owner = module
-            read = SPECIAL[known[0]]
+            read = SPECIAL[special[0]]
             break
     names = prefix_names(model)
     learned = learned_queries(model, name)
-    found: list[Any] = []  # the layout by the owner's input, or the shape of the layer's input
+    noted: list[Any] = []  # the layout by the owner's input, or the shape of the layer's input
 
     def look(module: nn.Module, args: tuple, kwargs: dict) -> None:
-        found.clear()
+        noted.clear()
         if read is not None:
-            found.append(read(module, *args, **kwargs))
+            noted.append(read(module, *args, **kwargs))
             return
         shapes = [value.shape for value in args if isinstance(value, Tensor)]
-        found.append(shapes[0] if shapes else torch.Size())
+        noted.append(shapes[0] if shapes else torch.Size())
 
     def layout_of(maps: Tensor) -> Layout:
         if read is not None:
-            return replace(found[0], image=sight.size())
-        return token_layout(maps.shape, sight, names, found[0], learned)
+            return replace(noted[0], image=sight.size())
+        return token_layout(maps.shape, sight, names, noted[0], learned)
 
     hooks.add(owner.register_forward_pre_hook, look)
     return layout_of

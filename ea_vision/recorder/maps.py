@@ -182,18 +182,18 @@ class LayerMaps:
         if self.channels or self.layout.placeless:
             return maps * maps.shape[-1]
         keys = self.num_keys()
-        by_query = [keys.max()] * len(self.query_names)
+        key_counts = [keys.max()] * len(self.query_names)
         if self.pixels_ask:
-            by_query += keys.flat
-        return maps * torch.tensor(by_query, device=maps.device)[:, None]
+            key_counts += keys.flat
+        return maps * torch.tensor(key_counts, device=maps.device)[:, None]
 
     def spatial(self, part: str = "attn") -> Tensor:
         """Return a part from pixel to pixel, without prefix tokens: (B, K, H, W, H, W), query row and column first."""
         self.check_pixels_ask()
         first = self.num_prefix_tokens
         pixels = self[part][:, :, first:, first:]
-        by_key = pixels.unflatten(-1, self.key_size)
-        return by_key.unflatten(2, self.feat_size)
+        on_keys_grid = pixels.unflatten(-1, self.key_size)
+        return on_keys_grid.unflatten(2, self.feat_size)
 
     def on_queries_grid(self, part: str = "attn") -> Tensor:
         """Return a part with keys on the queries' grid: attention to a reduced key is divided equally among its cells.

@@ -72,16 +72,16 @@ def extract_maps(
         images: (M, 3, H, W) of the model's input size, uint8 or in 0..1.
         query: y,x in pixels of the input, or a token before a transformer's patches.
     """
-    found: list[list[Tensor]] = [[] for _ in layers]
+    batches_of_layers: list[list[Tensor]] = [[] for _ in layers]
     batches = images.split(batch_size)
     for batch in tqdm(batches, desc=f"maps of {model.label}", unit="batch", disable=None):
         inputs = model.preparation.normalize(batch.to(model.device))
         with torch.no_grad(), record_attention(model.model, layers) as maps:
             model.model(inputs)
-        for kept, number in zip(found, layers, strict=True):
+        for kept, number in zip(batches_of_layers, layers, strict=True):
             _, patches = maps[number].of_query(query)
             kept.append(patches.half().cpu())
-    return list(map(torch.cat, found))
+    return list(map(torch.cat, batches_of_layers))
 
 
 def shuffled_in_space(maps: Tensor, seed: int) -> Tensor:
@@ -126,14 +126,14 @@ def layers_and_query(options: argparse.Namespace, model: LoadedModel) -> tuple[l
     layers = options.layers
     if layers == "auto":
         layers = "16,17,18" if len(recordable_layers(model.model)) >= 18 else "all"
-    chosen = [layer.number for layer in parse_layers(layers, model)]
+    numbers = [layer.number for layer in parse_layers(layers, model)]
     texts = [options.query] if options.query else []
     [query] = parse_queries(texts, model.img_size, default=[(0.5, 0.5)])
     tokens = prefix_names(model.model)
     if isinstance(query, str) and query not in tokens:
         accepted = " or ".join(["y,x", *tokens])
         raise UsageError(f"--query must be {accepted}, got {query!r}")
-    return chosen, query
+    return numbers, query
 
 
 def probe(
@@ -158,10 +158,10 @@ def probe(
     learnt, measured = splits
     trained = maps_of(model)
     for kind, seed in product(("trained", *options.controls), options.seeds):
-        by_split = trained
+        layers_of_splits = trained
         if kind == "untrained":
-            by_split = maps_of(untrained_network(target, model, learnt.images, seed))
-        for number, maps, test_maps in zip(layers, *by_split, strict=True):
+            layers_of_splits = maps_of(untrained_network(target, model, learnt.images, seed))
+        for number, maps, test_maps in zip(layers, *layers_of_splits, strict=True):
             if kind == "shuffled":
                 maps = shuffled_in_space(maps, seed)
                 test_maps = shuffled_in_space(test_maps, seed + 1)
@@ -194,13 +194,13 @@ def probe(
 def results_table(results: Sequence[dict]) -> str:
     """Return a table with one row per model and kind of maps, one column per layer: top-1 in percent, or if there are
     several seeds mean ± standard deviation."""
-    found = defaultdict(lambda: defaultdict(list))
+    batches_of_layers = defaultdict(lambda: defaultdict(list))
     layers = sorted({one["layer"] for one in results})
     for one in results:
-        by_layer = found[one["model"], one["maps"]]
+        by_layer = batches_of_layers[one["model"], one["maps"]]
         by_layer[one["layer"]].append(one["top1"])
     rows = [["model", "maps", *(f"layer {layer}" for layer in layers)]]
-    for (model, kind), by_layer in found.items():
+    for (model, kind), by_layer in batches_of_layers.items():
         row = [model, kind]
         for layer in layers:
             values = by_layer[layer]
@@ -355,14 +355,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows = [{**row, "top1": f"{row['top1']:.2f}"} for row in results]
             atomic_write(csv, csv_text(rows).encode())
     places = ("data_dir", "output")
-    given = {name: value for name, value in vars(options).items() if name not in places}
+    probe_options = {name: value for name, value in vars(options).items() if name not in places}
     write_json(
         about,
         {
             "results": results,
             "recipe": asdict(recipe),
             "data_fingerprint": fingerprints,
-            "options": given,
+            "options": probe_options,
             "hardware": hardware(device, 1),
             **provenance(),
         },

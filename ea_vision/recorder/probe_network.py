@@ -101,8 +101,8 @@ def train_probe(
         torch.manual_seed(recipe.seed)
         net = ProbeNet(maps.shape[1], num_classes, recipe.width)
     net = net.to(device, memory_format=torch.channels_last)  # 1.5 times as fast on a CPU
-    of_heads = [torch.std_mean(head.cpu().double()) for head in maps.unbind(1)]
-    moments = torch.tensor(of_heads, dtype=torch.float32, device=device)
+    std_and_mean = [torch.std_mean(head.cpu().double()) for head in maps.unbind(1)]
+    moments = torch.tensor(std_and_mean, dtype=torch.float32, device=device)
     std, mean = moments.T.view(2, -1, 1, 1)
     std = std.clamp_min(1e-6)
 

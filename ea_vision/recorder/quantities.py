@@ -47,8 +47,8 @@ def attention_entropy(attn: Tensor) -> Tensor:
 
 
 def _entropy(rows: Tensor) -> Tensor:
-    by_query = torch.special.entr(rows).sum(-1)
-    return by_query.mean(-1)
+    values = torch.special.entr(rows).sum(-1)
+    return values.mean(-1)
 
 
 def attention_distance(attn: Tensor, cell: tuple[float, float] = (1.0, 1.0)) -> Tensor:
@@ -68,8 +68,8 @@ def attention_distance(attn: Tensor, cell: tuple[float, float] = (1.0, 1.0)) -> 
     keys = _middles((height, width), key_cell, attn.device)
     distance = torch.cdist(queries, keys, compute_mode="donot_use_mm_for_euclid_dist")
     rows = as_distributions(attn.flatten(4).flatten(2, 3))
-    by_query = (rows * distance).sum(-1)
-    return by_query.mean(-1)
+    values = (rows * distance).sum(-1)
+    return values.mean(-1)
 
 
 def _middles(grid: Size, cell: tuple[float, float], device: torch.device) -> Tensor:
@@ -216,7 +216,7 @@ def measure(
     Raises:
         ValueError: there is no batch, or a layer does not exist.
     """
-    found = defaultdict(list)  # the values of each batch, by layer
+    batches_of_layer = defaultdict(list)  # the values of each batch, by layer
     totals = defaultdict(float)
     for images in batches:
         with torch.no_grad(), record_attention(model, layers) as maps:
@@ -237,22 +237,22 @@ def measure(
             }
             if previous is not None and previous.shape == attn.shape:
                 values["correlations"] = map_correlation(attn, previous)
-            found[number].append(values)
+            batches_of_layer[number].append(values)
             totals[number] += attn.sum(0)
             previous = attn
-    if not found:
+    if not batches_of_layer:
         raise ValueError("measure needs at least one batch of images, got none")
     measured = []
-    for number, parts in found.items():
+    for number, parts in batches_of_layer.items():
         layer = maps[number]
         values = {}
         for name in parts[0]:
-            by_batch = [part[name] for part in parts]
-            values[name] = torch.cat(by_batch).cpu()
+            values_of_batches = [part[name] for part in parts]
+            values[name] = torch.cat(values_of_batches).cpu()
         energies = values.pop("energies")
         cell = _cell_in_pixels(layer, images)
         uniform = layer.sees().float()[None, None]
-        of_layer = LayerQuantities(
+        quantities = LayerQuantities(
             number,
             layer.name,
             layer.feat_size,
@@ -261,7 +261,7 @@ def measure(
             positions=position_share(totals[number].cpu(), energies),
             **values,
         )
-        measured.append(of_layer)
+        measured.append(quantities)
     return measured
 
 
@@ -299,14 +299,14 @@ def quantities_csv(measured: dict[str, list[LayerQuantities]]) -> str:
                 for field, name in WRITTEN.items():
                     value = getattr(layer, field)
                     if isinstance(value, Tensor):
-                        of_images = value[:, head].tolist()
+                        image_values = value[:, head].tolist()
                     else:
-                        of_images = [] if value is None else [value]
-                    row[name] = f"{np.mean(of_images):.6f}" if of_images else ""
+                        image_values = [] if value is None else [value]
+                    row[name] = f"{np.mean(image_values):.6f}" if image_values else ""
                     if not field.startswith(("uniform", "positions")):
                         row[f"{name}_std"] = ""
-                        if len(of_images) > 1:
-                            row[f"{name}_std"] = f"{np.std(of_images, ddof=1):.6f}"
+                        if len(image_values) > 1:
+                            row[f"{name}_std"] = f"{np.std(image_values, ddof=1):.6f}"
                 rows.append(row)
     return csv_text(rows)
 

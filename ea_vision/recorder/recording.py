@@ -197,8 +197,8 @@ class _Watch:
             if attn is None:
                 attn = module.attention_of(logits, feat_size)
             if module.head_window > 1:  # (B, K, N, head_window * N)
-                by_head = attn.unflatten(-1, (module.head_window, -1))
-                attn = by_head.sum(-2)
+                attn_by_head = attn.unflatten(-1, (module.head_window, -1))
+                attn = attn_by_head.sum(-2)
             self.save("attn", attn)
         self.save("logits", logits)
         if evolution is None:
@@ -402,14 +402,14 @@ def record_attention(
     model = unwrap(model)
     heads = _several(heads)
     parts = _several(parts)
-    found = _find(model)
-    if not found:
+    modules = _find(model)
+    if not modules:
         raise ValueError(
             f"{type(model).__name__} has no attention layer that can be recorded: AugmentedConv2d, "
             "nn.MultiheadAttention or a module that states its number of heads is required (a TorchScript model hides "
             "its layers: record the model it was made from)"
         )
-    selected = _select(list(found), _several(layers), heads, parts)
+    selected = _select(list(modules), _several(layers), heads, parts)
     maps = AttentionMaps()
     watches = []
     with Hooks() as hooks:
@@ -420,9 +420,9 @@ def record_attention(
         hooks.add(model.register_forward_pre_hook, maps._call_begins)
         hooks.add(model.register_forward_hook, maps._call_ends, always_call=True)
         for layer in selected:
-            wanted = {*parts} & {*layer.parts}
+            layer_parts = {*parts} & {*layer.parts}
             find = layout_finder(model, layer.name, sight, hooks)
-            watch = _Watch(layer, found[layer], heads, wanted, maps, find, sight)
+            watch = _Watch(layer, modules[layer], heads, layer_parts, maps, find, sight)
             watch.follow(hooks, recorder.running)
             watches.append(watch)
         yield maps

@@ -37,18 +37,18 @@ def parse_layers(text: str, model: LoadedModel) -> list[AttentionLayer]:
         raise UsageError(f"{model.label} has no attention layer that can be recorded")
     if text == "all":
         return [layer for layer in available if not layer.pools]
-    by_key = {str(layer.number): layer for layer in available}
-    by_key |= {layer.name: layer for layer in available}
-    chosen = []
+    layer_of_key = {str(layer.number): layer for layer in available}
+    layer_of_key |= {layer.name: layer for layer in available}
+    selected = []
     for item in text.split(","):
         ends = re.fullmatch(f"({NUMBER})-({NUMBER})", item)
         numbers = range(int(ends[1]), int(ends[2]) + 1) if ends else ()
         for key in map(str, numbers or [item]):  # up to the first that does not exist
-            if key not in by_key:
-                having = ", ".join(map(str, available))
-                raise UsageError(f"{model.label} has no attention layer {key!r}; it has {having}")
-            chosen.append(by_key[key])
-    return chosen
+            if key not in layer_of_key:
+                names = ", ".join(map(str, available))
+                raise UsageError(f"{model.label} has no attention layer {key!r}; it has {names}")
+            selected.append(layer_of_key[key])
+    return selected
 
 
 def parse_queries(
@@ -64,17 +64,17 @@ def parse_queries(
         return [(int(H * y), int(W * x)) for y, x in default]
     points = []
     for text in texts:
-        found = re.fullmatch(f"({NUMBER}), ?({NUMBER})|{TOKEN}", text)
-        if not found:
+        match = re.fullmatch(f"({NUMBER}), ?({NUMBER})|{TOKEN}", text)
+        if not match:
             raise UsageError(
                 "a query must be y,x in pixels, or a token before a transformer's patches (cls, dist, "
                 f"reg1, ...), got {text!r}"
             )
-        if not found[1]:
+        if not match[1]:
             points.append(text)
             continue
-        y = int(found[1])
-        x = int(found[2])
+        y = int(match[1])
+        x = int(match[2])
         if y >= H or x >= W:
             raise UsageError(f"query y,x must lie within {H}x{W} pixels, got {text!r}")
         points.append((y, x))

@@ -163,9 +163,9 @@ def differences_of(layer: LayerMaps, heads: Sequence[int], prefix: int) -> np.nd
     attn = layer["attn"][0, heads]
     differences = total_variation(attn, layer[OWN_ALONE][0, heads])
     differences = torch.cat([differences, differences.mean(0, keepdim=True)])
-    of_pixels = differences[:, layer.num_prefix_tokens :].mean(1, keepdim=True)
+    pixel_mean = differences[:, layer.num_prefix_tokens :].mean(1, keepdim=True)
     missing = prefix - layer.num_prefix_tokens
-    padded = nn.functional.pad(torch.cat([differences, of_pixels], 1), (missing, 0))
+    padded = nn.functional.pad(torch.cat([differences, pixel_mean], 1), (missing, 0))
     return padded.cpu().numpy().astype(np.float32)
 
 
@@ -336,11 +336,11 @@ def _objects(
 ) -> list[dict]:
     """Return the objects with the highest scores: name, probability, and box (x1, y1, x2, y2) in pixels of the input,
     clipped to the area that the image fills."""
-    [found] = output
+    [objects_found] = output
     scale = max(model.img_size) / max(image.size)
     corner = torch.tensor([image.width * scale, image.height * scale] * 2)
-    found = {**found, "boxes": found["boxes"].cpu().minimum(corner)}
-    columns = [found[key].tolist() for key in ("boxes", "scores", "labels")]
+    objects_found = {**objects_found, "boxes": objects_found["boxes"].cpu().minimum(corner)}
+    columns = [objects_found[key].tolist() for key in ("boxes", "scores", "labels")]
     objects = []
     for box, score, label in zip(*columns, strict=True):
         if score >= LEAST_SCORE and box[2] > box[0] and box[3] > box[1]:
@@ -465,11 +465,11 @@ def show_page(
     Raises:
         UsageError: more than three models, or no image.
     """
-    several = as_images(images)
-    pictures = [read_image(image) for image in several]
+    image_list = as_images(images)
+    pictures = [read_image(image) for image in image_list]
     explorer = make_explorer(models, pictures[0], layers, **preprocessing)
     entries = []
-    for name, picture in zip(names_of(several), pictures, strict=True):
+    for name, picture in zip(names_of(image_list), pictures, strict=True):
         entries.append(explorer.view(name, picture))
     return PageInNotebook(build_page(explorer, entries), height)
 

@@ -39,8 +39,8 @@ def as_models(models, **images) -> list[LoadedModel]:
         labels = list(models)
     else:
         is_one = isinstance(models, (str, Path, nn.Module, LoadedModel))
-        several = [models] if is_one else models
-        loaded = [as_model(model, **images) for model in several]
+        image_list = [models] if is_one else models
+        loaded = [as_model(model, **images) for model in image_list]
         labels = numbered([model.label for model in loaded])
     for model, label in zip(loaded, labels, strict=True):
         model.label = label
@@ -53,10 +53,10 @@ def as_images(images: AnyImage | Sequence[AnyImage]) -> list[AnyImage]:
     Raises:
         UsageError: the list is empty.
     """
-    several = list(images) if isinstance(images, (list, tuple)) else [images]
-    if not several:
+    image_list = list(images) if isinstance(images, (list, tuple)) else [images]
+    if not image_list:
         raise UsageError("at least one image required, got none")
-    return several
+    return image_list
 
 
 def as_batch(model: LoadedModel, images: Sequence[AnyImage]) -> Tensor:
@@ -88,8 +88,8 @@ def record(
     batch = model.batch_of([x])
     watch = nullcontext(AttentionMaps())
     if layers:
-        known = set().union(*(layer.parts for layer in layers))
-        present = [part for part in parts if part in known] or parts
+        available = set().union(*(layer.parts for layer in layers))
+        present = [part for part in parts if part in available] or parts
         numbers = [layer.number for layer in layers]
         watch = ea_vision.record_attention(model.model, numbers, parts=present)
     try:
@@ -161,8 +161,8 @@ def equation(model: nn.Module, layers: Sequence[AttentionLayer | LayerMaps]) -> 
         values = torch.as_tensor(gate).detach().float()
         mean[name] = values.mean().item()
     previous = (shares.get("prev_logits", 0.0), "previous")
-    own = (shares.get("self_logits", 0.0), "own")
-    mixed = _sum(previous, own)
+    self_term = (shares.get("self_logits", 0.0), "own")
+    mixed = _sum(previous, self_term)
     convolved = f"relu(conv({mixed}))"
     if "self_logits" in shares:
         share = mean.get("beta", 1.0)

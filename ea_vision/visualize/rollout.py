@@ -167,10 +167,12 @@ def _block(
     """Return a block with the model's name and one row in units of uniform attention: one tile per query, in pixels of
     an input of `img_size`, and one tile of the mean over all pixels, or of a class's evidence in the class token."""
     layers = _asking(recording)
-    by_number = {layer.number: layer for layer in layers}
+    layer_of_number = {layer.number: layer for layer in layers}
     first = layers[0]
     last = layers[-1]
-    [shares] = class_rollout(by_number) if class_name else attention_rollout(by_number)  # (T', T)
+    [shares] = (
+        class_rollout(layer_of_number) if class_name else attention_rollout(layer_of_number)
+    )  # (T', T)
     on_pixels = shares[:, first.num_prefix_tokens :]
     if class_name:
         on_pixels = (
@@ -198,7 +200,7 @@ def _block(
     else:
         mean = rollout[last.num_prefix_tokens :].mean(0)
         tiles.append(map_of(mean, recording, style, "all pixels"))
-    name = f"{title_of(recording.model)}, {layers_name(list(by_number))}"
+    name = f"{title_of(recording.model)}, {layers_name(list(layer_of_number))}"
     if class_name:
         name = f"{class_name}: {name}"
     if _has_convolutions(recording.model.model):

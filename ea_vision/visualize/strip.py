@@ -149,12 +149,12 @@ def columns_of(model: nn.Module, maps: Sequence[LayerMaps]) -> dict[str, str]:
         if all(layer.logits is not None for layer in maps):
             return {"logits": "logits", "attn": f"{ARROW} attn."}
         return {"attn": "attention"}
-    own = {"self_logits": "+ own\nlogits"}
+    self_column = {"self_logits": "+ own\nlogits"}
     names = {"prev_logits": "prev.\nlogits"}
     if any("self_logits" in before_shares(model, layer.name) for layer in evolved):
-        names |= own | {"conv_logits": f"{ARROW} conv.\nof both"}
+        names |= self_column | {"conv_logits": f"{ARROW} conv.\nof both"}
     else:
-        names |= {"conv_logits": f"{ARROW} conv.\nof prev."} | own
+        names |= {"conv_logits": f"{ARROW} conv.\nof prev."} | self_column
     if not all(_logits_are_convolved(layer) for layer in evolved):
         names["logits"] = f"{ARROW}\nlogits"
     names["attn"] = f"{ARROW}\nattn."

@@ -298,8 +298,8 @@ def _with_weights(name: str, path: Path, notice, **kwargs: Any) -> nn.Module:
         raise UsageError(f"weights {path} cannot be read: {error}") from error
     classifiers = to_ntuple(1)(model.pretrained_cfg.get("classifier") or ())
     for key, value in model.state_dict().items():
-        of_classifier = key.rpartition(".")[0] in classifiers
-        if of_classifier and key in state and state[key].shape != value.shape:
+        is_classifier = key.rpartition(".")[0] in classifiers
+        if is_classifier and key in state and state[key].shape != value.shape:
             notice(
                 f"{key} of {path} is left out: its shape {list(state[key].shape)} is not {list(value.shape)}"
             )

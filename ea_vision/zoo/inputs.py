@@ -37,14 +37,14 @@ def find_images(paths: Iterable[str]) -> list[str]:
     """
     images = []
     for text in chain.from_iterable(map(_fitting, paths)):
-        found = [text]
+        paths_found = [text]
         if os.path.isdir(text):
-            found = list_images(text)
-            if not found:
+            paths_found = list_images(text)
+            if not paths_found:
                 raise UsageError(f"folder {text} has no image ({', '.join(IMAGE_SUFFIXES)})")
         elif not text.startswith(DIGITS):
             _check_exists(text)
-        images += found
+        images += paths_found
     if not images:
         raise UsageError("image files or folders of them required, got none")
     return images

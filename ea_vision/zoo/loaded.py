@@ -276,8 +276,8 @@ def _classifier(model: nn.Module, source: Source, trained: bool) -> LoadedModel:
     if source.note:
         loaded.classes = source.note.get("classes")
     preparation = loaded.preparation
-    of_run = preparation_of_run(source.options, mean=preparation.mean, std=preparation.std)
-    loaded.preparation = of_run or preparation
+    run_preparation = preparation_of_run(source.options, mean=preparation.mean, std=preparation.std)
+    loaded.preparation = run_preparation or preparation
     return loaded
 
 
@@ -296,17 +296,19 @@ def _set_size(loaded: LoadedModel, img_size: Size, fixed: bool) -> None:
     Raises:
         UsageError: it cannot take such images.
     """
-    own = built_size(loaded.model) or loaded.img_size
-    of_processor = isinstance(loaded.preparation, Processed)
-    wanted = f"{img_size[0]}x{img_size[1]} pixels"
-    if img_size != own and fixed or img_size != loaded.img_size and of_processor:
-        raise UsageError(f"{loaded.label} takes images of {own[0]}x{own[1]} pixels, got {wanted}")
+    native_size = built_size(loaded.model) or loaded.img_size
+    is_processed = isinstance(loaded.preparation, Processed)
+    pixels = f"{img_size[0]}x{img_size[1]} pixels"
+    if img_size != native_size and fixed or img_size != loaded.img_size and is_processed:
+        raise UsageError(
+            f"{loaded.label} takes images of {native_size[0]}x{native_size[1]} pixels, got {pixels}"
+        )
     # timm's transformers resample their positions
-    if img_size != own and hasattr(loaded.model, "set_input_size"):
+    if img_size != native_size and hasattr(loaded.model, "set_input_size"):
         try:
             loaded.model.set_input_size(img_size=img_size)
         except REFUSALS as error:
-            raise UsageError(f"{loaded.label} cannot take images of {wanted}: {error}") from error
+            raise UsageError(f"{loaded.label} cannot take images of {pixels}: {error}") from error
     if img_size != loaded.img_size:
         loaded.preparation = replace(loaded.preparation, size=img_size)
 

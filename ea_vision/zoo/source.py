@@ -123,12 +123,12 @@ def _of_saved(folder: Path, target: str, kwargs: Mapping[str, Any]) -> Source:
     """
     try:
         config = json.loads((folder / SAVED).read_text(encoding="utf-8"))
-        of_transformers = "model_type" in config
+        is_transformers = "model_type" in config
     except (OSError, ValueError, TypeError) as error:
         raise UsageError(
             f"{target} must be a folder with a {SAVED}, as save_pretrained and timm's save_for_hf write it"
         ) from error
-    if of_transformers:
+    if is_transformers:
         label = folder.resolve().name
         return Source(target, str(folder), label, kwargs, TRANSFORMERS, pretrained=True)
     label = f"local-dir:{folder.name}"
@@ -217,8 +217,8 @@ def check_model_name(name: str, alternative: str = "") -> None:
 def is_target(text: str) -> bool:
     """Return whether a text is the name of a model, of a hub's or folder's, or a path that exists."""
     prefix, colon, _ = text.partition(":")
-    of_hub = bool(colon) and prefix in ("hf-hub", "local-dir")
-    return of_hub or is_model(text) or os.path.exists(text)
+    is_hub = bool(colon) and prefix in ("hf-hub", "local-dir")
+    return is_hub or is_model(text) or os.path.exists(text)
 
 
 def parse_targets(text: str) -> list[str]:

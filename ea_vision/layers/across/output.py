@@ -90,8 +90,8 @@ class GatedAttention(OutputMechanism):
 
     def mix_output(self, out: Tensor, values: Tensor, x: Tensor) -> Tensor:
         gate = self.scale * self.gate(x).sigmoid()  # (B, N, K)
-        by_head = gate.transpose(1, 2).unsqueeze(-1)
-        return (out * by_head).to(out.dtype)
+        head_gate = gate.transpose(1, 2).unsqueeze(-1)
+        return (out * head_gate).to(out.dtype)
 
     def changes_nothing(self) -> bool:
         return self.scale == 2.0 and all_zero(self.gate)
