@@ -40,7 +40,7 @@ pictures: $(READY)
 	$(RUN) -m experiments.page_film docs/photos/macaw.jpg docs/cat.jpg docs/photos/dog.jpg docs/photos/moose.jpg
 	$(RUN) visualize/explore.py --model ea_conv_transformer_cifar --model conv_transformer_cifar \
 		-o docs/attention.html docs/cat.jpg
-	@if [ -n "$(VIT_WEIGHTS)" ]; then $(RUN) experiments/finetune_scenes/pictures.py "$(VIT_WEIGHTS)" $(if $(VIT_RUNS),--runs "$(VIT_RUNS)"); \
+	@if [ -n "$(VIT_WEIGHTS)" ]; then $(RUN) -m experiments.finetune_scenes.pictures "$(VIT_WEIGHTS)" $(if $(VIT_RUNS),--runs "$(VIT_RUNS)"); \
 	else echo "left out: the pictures of experiments/finetune_scenes, which need VIT_WEIGHTS=FILE, weights of a ViT-S/14 (none are shipped), and VIT_RUNS=FOLDER, as its run.py writes it"; fi
 	@if [ -n "$(SCENES)" ]; then $(RUN) visualize/heatmap.py --model ea_aa_resnet34_050 --layers 5 --heads 5,7 \
 		--queries 30,56 80,56 --width 3.3 -o visualize/scene.png "$(SCENES)/test/street/1011.jpg"; \

@@ -53,7 +53,7 @@ __getattr__, __dir__ = import_later(
     __name__,
     {
         "deploy": "ea_vision.deployment:deploy",
-        "from_pretrained": "ea_vision.zoo.create:from_pretrained",
+        "from_pretrained": "ea_vision.models.huggingface:from_pretrained",
         "load": "ea_vision.zoo.loaded:load",
         "preprocess": "ea_vision.zoo.loaded:preprocess",
         "record_attention": "ea_vision.recorder.recording:record_attention",

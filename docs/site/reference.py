@@ -12,7 +12,7 @@ START = {
     "ea_vision.preprocess": "ea_vision.zoo.loaded.preprocess",
     "ea_vision.evolve": "ea_vision.models.evolve.evolve",
     "ea_vision.unevolve": "ea_vision.models.evolve.unevolve",
-    "ea_vision.from_pretrained": "ea_vision.zoo.create.from_pretrained",
+    "ea_vision.from_pretrained": "ea_vision.models.huggingface.from_pretrained",
     "ea_vision.record_attention": "ea_vision.recorder.recording.record_attention",
     "ea_vision.deploy": "ea_vision.deployment.fold.deploy",
     "ea_vision.visualize.plot_heatmap": "ea_vision.visualize.heatmap.plot_heatmap",

@@ -98,20 +98,25 @@ def _identity(path: Path | str) -> tuple[int, int]:
 
 
 @contextmanager
-def _before_a_signal_ends_it() -> Iterator[None]:
-    """Delay a SIGTERM that would end the process until the block is left, so that no temporary file stays behind."""
-    came = []
-    in_main = threading.current_thread() is threading.main_thread()
-    if not in_main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+def _signals_wait() -> Iterator[None]:
+    """Delay SIGTERM and Ctrl-C until the block is left, whatever they do: end the process or raise an exception."""
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    signal.signal(signal.SIGTERM, lambda *_: came.append(True))
+    received = []
+    handlers = {}
     try:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            handler = signal.getsignal(number)
+            if handler not in (signal.SIG_IGN, None):  # None: not one of Python's
+                handlers[number] = handler
+                signal.signal(number, lambda number, _: received.append(number))
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if came:
-            signal.raise_signal(signal.SIGTERM)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in received:
+            signal.raise_signal(number)
 
 
 def _replace(source: Path, target: Path) -> None:
@@ -126,7 +131,7 @@ def _replace(source: Path, target: Path) -> None:
 
 def atomic_write(path: Path, data: bytes, keep_previous_as: Path | None = None) -> None:
     """Replace the content of `path` by `data`, atomically. If `path` is a link, the file that it points to is replaced.
-    A SIGTERM in the middle ends the process only after the write.
+    SIGTERM and Ctrl-C take effect after the write.
 
     Args:
         keep_previous_as: new name of the previous file (default: it is deleted).
@@ -138,7 +143,7 @@ def atomic_write(path: Path, data: bytes, keep_previous_as: Path | None = None) 
         path = Path(os.path.realpath(path))
         # two runs may write the same file
         temporary = path.with_name(f".{path.name[:40]}.{uuid.uuid4().hex}.tmp")
-        with _before_a_signal_ends_it():
+        with _signals_wait():
             try:
                 with open(temporary, "wb") as file:
                     file.write(data)

@@ -8,9 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ea_vision.base.errors import UsageError
+from ea_vision.base.errors import RunError, UsageError
 from ea_vision.base.figures import figure_bytes
 from ea_vision.base.files import atomic_write, create
+from ea_vision.base.processes import worker_lost
 from ea_vision.engine import checkpoint
 
 log = logging.getLogger(__name__)
@@ -59,6 +60,8 @@ class MapsPictures:
             create(self.folder)
             atomic_write(path, figure_bytes(figure))
         except (ValueError, RuntimeError) as error:  # such as maps without tokens over the image
+            if isinstance(error, RunError) or worker_lost(error):  # the images cannot be read
+                raise
             log.warning("the attention maps of epoch %d are not drawn: %s", epoch, error)
             return None
         finally:

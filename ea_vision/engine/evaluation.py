@@ -34,7 +34,8 @@ def evaluate_target(module: type[DataModule], target: str, given: dict) -> None:
     config = options_of(module.options, source, given)
     source.check_kind(module.kind)
     if source.weights is None:
-        source = replace(source, kwargs=config.model_kwargs, pretrained=True)
+        kwargs = {**source.kwargs, **config.model_kwargs}
+        source = replace(source, kwargs=kwargs, pretrained=True)
     with join_world(config.device, config.dist_timeout) as world:
         log_to_stdout(world.rank)
         data = module(config, world, training=False)
@@ -82,17 +83,25 @@ def options_of(schema: type, source: Source, given: dict) -> Any:
         given: options of the command line.
 
     Raises:
-        UsageError: the run is another trainer's, or the options do not fit the source.
+        UsageError: the run or the weights are another trainer's, or the options do not fit the source.
     """
     target = source.target
+    if given.get("pretrained_path") and _is_weights(source):
+        raise UsageError(
+            f"--evaluate {target} has weights of its own, got --pretrained-path {given['pretrained_path']}"
+        )
     if source.weights is None:
         if given.get("model", source.name) != source.name:
             raise UsageError(f"--evaluate {target} names the model, got --model {given['model']}")
         return resolve(schema, {**given, "model": source.name})
     trainer = trainer_of(source.options)
-    if trainer and trainer != trainer_of(schema.rules()):
+    this_trainer = trainer_of(schema.rules())
+    if source.run is None and this_trainer == "train-imagenet" and "img_size" in source.options:
+        trainer = trainer or "train-cifar"  # whose weights note nothing else
+    if trainer and trainer != this_trainer:
+        origin = "these weights" if source.run is None else "this run"
         raise UsageError(
-            f"--evaluate {target} needs the trainer of this run: ea-vision {trainer} --evaluate {target}"
+            f"--evaluate {target} needs the trainer of {origin}: ea-vision {trainer} --evaluate {target}"
         )
     if source.run is None:
         kwargs = {}
@@ -112,14 +121,19 @@ def options_of(schema: type, source: Source, given: dict) -> Any:
     return resolve(schema, {"recipe": str(source.run / CONFIG), **given})
 
 
+def _is_weights(source: Source) -> bool:
+    """Return whether a target is a run or a file of weights, not a model by its name."""
+    return source.weights is not None or "pretrained_cfg_overlay" in source.kwargs
+
+
 def _network_for(source: Source, data: DataModule) -> tuple[nn.Module, Mapping[str, Any]]:
     """Return the network of a source in evaluation mode, and the note of its weights. A model by its name has the
     weights of --pretrained-path or its own pretrained ones."""
     config = data.config
-    path, note = weights_and_note(config.pretrained_path)
-    if source.weights is not None or path is None:
+    if _is_weights(source) or not config.pretrained_path:
         model, _ = load_network(source)
         return model, source.note
+    path, note = weights_and_note(config.pretrained_path)
     model, _ = create_classifier(
         source.name,
         config.model_kwargs,

@@ -117,7 +117,8 @@ def train(module: type[DataModule], config: TrainConfig) -> None:
             _train(module, config, folder, world, stop)
     except StoppedAtOnce as error:
         raise RunError(
-            f"stopped by signal {error.signal} before the first update; the same command begins again",
+            f"stopped by signal {error.signal} before an update of this start; nothing is lost, the "
+            "same command goes on",
             128 + error.signal,
         ) from None
 
@@ -126,6 +127,7 @@ def _train(
     module: type[DataModule], config: TrainConfig, folder: Path, world: World, stop: StopRequest
 ) -> None:
     """Train in `folder` as one process of `world`."""
+    stop.deferred = world.size > 1  # several processes leave together, after an update
     log_to_stdout(world.rank)
     check_writable(folder)
     run_folder.check_free(folder, world)

@@ -1,4 +1,5 @@
-"""SIGTERM and Ctrl-C: they end a run at once until its first update, and after an update from then on."""
+"""SIGTERM and Ctrl-C: they end a run at once until its first update, and after an update from then on. A file is always
+written whole (`base.files.atomic_write`)."""
 
 import signal
 
@@ -22,8 +23,8 @@ class StopRequest:
 
     Attributes:
         signal: the number of the first signal; None without one.
-        deferred: whether a signal waits for the end of an update: true from the first update of this start on. Until
-            then a checkpoint has all that there is.
+        deferred: whether a signal waits for the end of an update: true from the first update of this start on (until
+            then a checkpoint has all that there is), and always if there are several processes, which must agree.
     """
 
     signal: int | None = None

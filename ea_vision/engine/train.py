@@ -472,7 +472,7 @@ class Trainer:
             disable=None if self.world.is_main else True,
             unit="step",
         )
-        with bar, closing(source):  # ends the loader's processes and threads, whatever happens
+        with bar, closing(source):  # worker processes stay for the next epoch
             while progress.step < updates:
                 start = time.perf_counter()
                 batches = [next(source) for _ in range(config.grad_accum_steps)]

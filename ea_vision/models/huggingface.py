@@ -329,14 +329,14 @@ def unevolve_huggingface(model: nn.Module) -> nn.Module:
 
 
 def from_pretrained(folder: str, **kwargs: Any) -> nn.Module:
-    """Load a model that `save_pretrained` wrote, with its evolution.
+    """Load a model of transformers that `save_pretrained` wrote, with its evolution.
 
     Args:
         folder: a folder, or a name on the hub.
         **kwargs: those of transformers' `from_pretrained`.
 
     Raises:
-        ValueError: the configuration names no evolution.
+        UsageError: the configuration names no evolution.
     """
     import transformers
 

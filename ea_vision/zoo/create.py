@@ -327,7 +327,8 @@ def transformers_model(folder: str, *, pretrained: bool = True, **kwargs: Any) -
     """Load a model of transformers from a folder of `save_pretrained`, with its evolution if it has one.
 
     Raises:
-        UsageError: random weights are wanted, transformers is missing, or it does not know the model.
+        UsageError: random weights are wanted, transformers is missing or does not know the model, or the weights cannot
+            be read.
     """
     try:
         import transformers
@@ -339,23 +340,15 @@ def transformers_model(folder: str, *, pretrained: bool = True, **kwargs: Any) -
         raise UsageError(f"random weights are of timm's models and runs, got the folder {folder}")
     config, _ = transformers.PreTrainedConfig.get_config_dict(folder)
     if huggingface.NAME in config:
-        return huggingface.from_pretrained(folder, **kwargs)
-    [architecture] = config.get("architectures") or ["AutoModel"]
-    if not hasattr(transformers, architecture):
-        raise UsageError(f"{folder} needs a transformers that has {architecture}")
-    return getattr(transformers, architecture).from_pretrained(folder, **kwargs)
-
-
-def from_pretrained(folder: str, **kwargs: Any) -> nn.Module:
-    """Load a model of transformers that `save_pretrained` wrote, with its evolution.
-
-    Args:
-        folder: a folder, or a name on the hub.
-        **kwargs: those of transformers' `from_pretrained`.
-
-    Raises:
-        UsageError: the configuration names no evolution.
-    """
-    from ea_vision.models import huggingface
-
-    return huggingface.from_pretrained(folder, **kwargs)
+        load = huggingface.from_pretrained
+    else:
+        [architecture] = config.get("architectures") or ["AutoModel"]
+        if not hasattr(transformers, architecture):
+            raise UsageError(f"{folder} needs a transformers that has {architecture}")
+        load = getattr(transformers, architecture).from_pretrained
+    try:
+        return load(folder, **kwargs)
+    except (safetensors.SafetensorError, pickle.UnpicklingError) as error:
+        raise UsageError(
+            f"weights in {folder} cannot be read: {shorten(str(error), 400)}"
+        ) from error

@@ -23,7 +23,7 @@ from ea_vision.base.errors import UsageError, exit_code
 from ea_vision.base.files import atomic_write, csv_text
 from ea_vision.base.provenance import hardware
 from ea_vision.engine import run_folder
-from ea_vision.zoo.preparation import lay_out
+from ea_vision.models.modes import lay_out
 from experiments.added_attention.run import PHOTOS, PRETRAINING, TUNING, train
 from experiments.benchmark import Steps, interleaved
 from experiments.evidence import by_variant, read_runs

@@ -1,7 +1,7 @@
 """Draw where a pretrained ViT-S/14 looks, at 448 pixels: the class token by head (class_token.png) and, with --runs,
 one query through the layers before and after fine-tuning (tuned.png).
 
-    python experiments/finetune_scenes/pictures.py WEIGHTS.safetensors [--runs RUNS]
+    python -m experiments.finetune_scenes.pictures WEIGHTS.safetensors [--runs RUNS]
 
 WEIGHTS has the parameter names of timm's `vit_small_patch14_dinov2`, RUNS is run.py's folder; no weights are shipped.
 The pictures are written into this folder. experiments/results/pretrained-maps.npz keeps the maps that they show, in
@@ -19,8 +19,6 @@ import timm
 import torch
 from matplotlib.figure import Figure
 from PIL import Image
-from run import PATCH, VIT, WAYS, resized  # run.py, beside this file
-from run import SIDE as TUNED_SIDE
 from safetensors.torch import load_file
 
 import ea_vision  # noqa: F401  (registers the models)
@@ -34,6 +32,8 @@ from ea_vision.visualize.map_style import MapStyle, map_sheet
 from ea_vision.visualize.sheet import Block, Row
 from ea_vision.visualize.tiles import Recording, photo_of, tile_of
 from ea_vision.zoo.loaded import LoadedModel, as_loaded
+from experiments.finetune_scenes.run import PATCH, VIT, WAYS, resized
+from experiments.finetune_scenes.run import SIDE as TUNED_SIDE
 
 ROOT = Path(__file__).resolve().parents[2]
 PHOTO = ROOT / "docs" / "cat.jpg"

@@ -85,6 +85,39 @@ def test_a_signal_in_the_middle_of_a_write_ends_the_process_after_it(tmp_path):
     assert os.listdir(tmp_path) == ["file"]
 
 
+class Stopped(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_that_raises_an_exception_leaves_no_half_of_a_replacement(
+    tmp_path, monkeypatch, number
+):
+    """It comes between the two renames."""
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    replace = os.replace
+
+    def signalled(source, target):
+        replace(source, target)
+        os.kill(os.getpid(), number)
+
+    def stop(number, _):
+        raise Stopped
+
+    previous = signal.signal(number, stop)
+    monkeypatch.setattr(os, "replace", signalled)
+    try:
+        with pytest.raises(Stopped):
+            atomic_write(path, b"new", keep_previous_as=tmp_path / "previous")
+        assert signal.getsignal(number) is stop
+    finally:
+        signal.signal(number, previous)
+    assert path.read_bytes() == b"new"
+    assert (tmp_path / "previous").read_bytes() == b"old"
+    assert len(os.listdir(tmp_path)) == 2
+
+
 def test_the_longest_name_is_written(tmp_path):
     atomic_write(check_output(tmp_path / ("n" * 255)), b"data")
     assert [len(name) for name in os.listdir(tmp_path)] == [255]

@@ -5,10 +5,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from ea_vision.base.errors import UsageError
+from ea_vision.base.processes import WorkerLost
 from ea_vision.engine import train_cifar, train_imagenet
+from ea_vision.engine.draw_maps import MapsPictures
 from tests.data.photos import make_photos
 from tests.engine.runner import assert_equal, make_folder, saved, weights_of, words
 
@@ -79,3 +82,18 @@ def test_a_network_without_maps_is_refused_before_training(data, tmp_path):
     with pytest.raises(UsageError, match="--draw-maps needs .* test_resnet has none"):
         train_cifar.main(argv)
     assert not output.exists()
+
+
+@pytest.mark.parametrize(
+    "error", [WorkerLost("lost"), RuntimeError("DataLoader worker (pid 1) is killed by signal")]
+)
+def test_a_lost_worker_is_not_a_warning(error, tmp_path):
+    def images_of(places):
+        raise error
+
+    loader = SimpleNamespace(
+        device=torch.device("cpu"), count=4, mean=torch.zeros(3), std=torch.ones(3)
+    )
+    loader.images_of = images_of
+    with pytest.raises(type(error), match=str(error).partition("(")[0]):
+        MapsPictures(loader, tmp_path, 1).draw(torch.nn.Identity(), "net", 1)

@@ -87,7 +87,7 @@ def test_a_signal_before_the_first_update_ends_the_run_at_once(tmp_path, place, 
     process.join(WITHIN)
     assert process.exitcode == 128 + number, log.read_text()
     [line] = [line for line in log.read_text().splitlines() if line.startswith("error: ")]
-    assert f"stopped by signal {int(number)} before the first update" in line
+    assert f"stopped by signal {int(number)} before an update of this start" in line
     assert "Traceback" not in log.read_text()
     if place is Compilation:
         assert saved(folder)["progress"]["updates"] == 0

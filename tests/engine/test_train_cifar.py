@@ -7,6 +7,7 @@ import shutil
 import pytest
 import safetensors.torch
 import timm
+import torch
 from PIL import Image
 
 from ea_vision.base.errors import UsageError
@@ -99,12 +100,17 @@ def test_evaluate_a_run(finished, capsys):
     assert f"top1 {numbers['top1']:.2f}%" in capsys.readouterr().out
 
 
-def test_a_run_is_evaluated_by_its_own_trainer(finished, data, capsys):
+def test_a_run_is_evaluated_by_its_own_trainer(finished, data, tmp_path, capsys):
     for target in (finished, finished / "model.safetensors"):
         for other in (train_imagenet, detection):
             error = error_of(other.main, ["--evaluate", str(target)], capsys)
             command = f"ea-vision train-cifar --evaluate {target}"
             assert error == f"--evaluate {target} needs the trainer of this run: {command}"
+    moved = shutil.copy(finished / "model.safetensors", tmp_path)
+    error = error_of(train_imagenet.main, ["--evaluate", moved, "--data-dir", str(data)], capsys)
+    assert error.endswith(
+        f"needs the trainer of these weights: ea-vision train-cifar --evaluate {moved}"
+    )
     as_recipe = f"--check-options --recipe {finished}/config.yaml --data-dir {data}"
     assert train_imagenet.main(as_recipe.split()) == 0
 
@@ -123,6 +129,33 @@ def test_evaluate_a_model_with_weights(finished, data, tmp_path, capsys, refusal
     error = refusal(command(seven))
     for text in ("do not fit the model: ", "size mismatch for fc.weight", "[7, "):
         assert text in error
+
+
+def test_a_file_named_after_its_network_is_what_is_evaluated(tmp_path, refusal):
+    """A file without a note; its network answers 3 to every image."""
+    model = timm.create_model("stn_digits")
+    classifier = model.get_classifier()
+    torch.nn.init.zeros_(classifier.weight)
+    classifier.bias.data = torch.eye(10)[3]
+    file = tmp_path / "stn_digits.safetensors"
+    safetensors.torch.save_file(model.state_dict(), file)
+    argv = words(f"--evaluate {file} --dataset digits --device cpu --output {tmp_path}/e")
+    assert train_cifar.main(argv) == 0
+    tops = [float(row["top1"]) for row in rows_of(tmp_path / "e" / "per_class.csv")]
+    assert tops == [0, 0, 0, 100, 0, 0, 0, 0, 0, 0]
+    error = refusal([*argv, "--pretrained-path", "other.safetensors"])
+    assert error.endswith("has weights of its own, got --pretrained-path other.safetensors")
+
+
+def test_a_run_is_evaluated_without_the_weights_that_it_began_with(data, tmp_path, refusal):
+    run = tmp_path / "run"
+    first = tmp_path / "first"
+    train(arguments(data, first, "--epochs 1"))
+    train(arguments(data, run, f"--epochs 1 --pretrained-path {first}"))
+    shutil.rmtree(first)
+    assert train_cifar.main(["--evaluate", str(run)]) == 0
+    argv = ["--evaluate", str(run / "model.safetensors"), "--pretrained-path", "other.safetensors"]
+    assert refusal(argv).endswith("got --pretrained-path other.safetensors")
 
 
 @pytest.mark.parametrize("text", ["", "epoch,top1\n1,", "epoch,top1\n1", "epoch;top1\n1;2\n"])

@@ -93,6 +93,11 @@ def test_a_folder_of_save_pretrained_is_a_target(evolved, tmp_path, capsys):
     assert ["ant", "bee", "cow"][index] in capsys.readouterr().out
     with pytest.raises(UsageError, match="random weights"):
         load_model(folder, random=True)
+    weights = tmp_path / "saved" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(UsageError, match=f"weights in {folder} cannot be read: .+") as info:
+        load_model(folder)
+    assert "\n" not in str(info.value)
 
 
 def test_a_broken_config_is_one_line(tmp_path):
