@@ -96,8 +96,9 @@ def options_of(schema: type, source: Source, given: dict) -> Any:
         return resolve(schema, {**given, "model": source.name})
     trainer = trainer_of(source.options)
     this_trainer = trainer_of(schema.rules())
-    if source.run is None and this_trainer == "train-imagenet" and "img_size" in source.options:
-        trainer = trainer or "train-cifar"  # whose weights note nothing else
+    if source.run is None and source.kind == CLASSIFICATION and "img_size" in source.options:
+        if this_trainer == "train-imagenet":
+            trainer = trainer or "train-cifar"  # whose weights note nothing else
     if trainer and trainer != this_trainer:
         origin = "these weights" if source.run is None else "this run"
         raise UsageError(
