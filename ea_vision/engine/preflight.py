@@ -125,7 +125,7 @@ def preflight(trainer: Trainer) -> None:
     held_out = ", held out" if data.eval_split == "held_out" else ""
     lines = {
         "run": f"{trainer.folder}, seed {config.seed}",
-        "data": f"{len(data.train)} training images, {len(data.evaluated)} to evaluate on{held_out}, "
+        "data": f"{len(data.train)} training images{left_out(trainer)}, {len(data.evaluated)} to evaluate on{held_out}, "
         f"{len(data.classes)} classes",
         "model": f"{config.model}, {parameters:,} parameters, {config.img_size} pixels",
         "processes": f"{world.size} on {describe_device(world.device)}",
@@ -140,6 +140,15 @@ def preflight(trainer: Trainer) -> None:
             "bfloat16 on a CPU makes torch's fused attention slower (1.5 to 2.5 times, "
             "measured): --amp none"
         )
+
+
+def left_out(trainer: Trainer) -> str:
+    """Return how many images an epoch leaves out, for the log; "" if that is at most one in a hundred."""
+    images = len(trainer.data.train)
+    count = images - trainer.updates_per_epoch * trainer.images_of_update
+    if 100 * count <= images:
+        return ""
+    return f" (an epoch leaves out {count}, others each time)"
 
 
 def has_fused_attention(model: nn.Module) -> bool:

@@ -7,7 +7,7 @@ import timm
 
 from ea_vision.base.errors import UsageError
 from ea_vision.engine.config import load_recipe, recipe_names
-from ea_vision.engine.preflight import describe_update, preflight
+from ea_vision.engine.preflight import describe_update, left_out, preflight
 from tests.engine.recipes import resolved
 from tests.engine.runner import make_trainer
 
@@ -220,6 +220,15 @@ def test_fused_attention_in_bfloat16_on_a_cpu_is_warned_of(
     preflight(trainer)
     warned = [line for line in caplog.messages if "torch's fused attention slower" in line]
     assert len(warned) == lines
+
+
+@pytest.mark.parametrize("images, text", [(90, "out 26,"), (64, ""), (6401, "")])
+def test_the_log_says_how_many_images_an_epoch_leaves_out(images, text, tmp_path):
+    trainer = make_trainer(tmp_path, timm.create_model("test_resnet", num_classes=3), batch_size=32)
+    trainer.data.train = range(images)
+    trainer.updates_per_epoch = images // 32
+    assert text in left_out(trainer)
+    assert bool(left_out(trainer)) == bool(text)
 
 
 @pytest.mark.parametrize(
