@@ -1,5 +1,6 @@
-"""Pictures of the attention maps of a few fixed images, every few epochs of a run (--draw-maps). Figures are a higher
-package, so they are imported by name."""
+"""Pictures of the attention maps of a few fixed images, every few epochs of a run (--draw-maps).
+
+Figures are imported by name, when a run draws: other runs do not load them."""
 
 import importlib
 import logging

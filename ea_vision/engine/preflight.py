@@ -125,8 +125,8 @@ def preflight(trainer: Trainer) -> None:
     held_out = ", held out" if data.eval_split == "held_out" else ""
     lines = {
         "run": f"{trainer.folder}, seed {config.seed}",
-        "data": f"{len(data.train)} training images{left_out(trainer)}, {len(data.evaluated)} to evaluate on{held_out}, "
-        f"{len(data.classes)} classes",
+        "data": f"{len(data.train)} training images{left_out(trainer)}, "
+        f"{len(data.evaluated)} to evaluate on{held_out}, {len(data.classes)} classes",
         "model": f"{config.model}, {parameters:,} parameters, {config.img_size} pixels",
         "processes": f"{world.size} on {describe_device(world.device)}",
         "update": describe_update(config, world.size, norms),

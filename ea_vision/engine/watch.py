@@ -1,5 +1,5 @@
 """Attention maps of a few images after each epoch: entropy and largest probability by layer, columns of metrics.csv.
-The recorder is a higher package, so it is imported by name."""
+The recorder is imported by name: runs without it do not load it."""
 
 import importlib
 import logging

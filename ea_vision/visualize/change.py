@@ -72,9 +72,8 @@ def draw_change(
     norm = Normalize(-FULL_COLOUR, FULL_COLOUR, clip=True)
     for block in blocks:
         block.rows[0].tiles[2].norm = norm
-    note = (
-        f"{head_name(head)}, {queries_name([point])}; without: own logits alone, at the same scale"
-    )
+    same_scale = "" if style.scale == "tile" else ", at the same scale"
+    note = f"{head_name(head)}, {queries_name([point])}; without: own logits alone{same_scale}"
     if style.style == "fog":
         note += f"; {fog_note(blocks)}"
         bars = []

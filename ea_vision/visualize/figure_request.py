@@ -258,6 +258,11 @@ def fit_page(draw: Callable[..., Figure], layers: Sequence[list], totals: Sequen
             return draw(drawn, left_out=left_out)
         except TooHigh:
             continue
+    if max(totals) > 1:
+        log.warning(
+            "1 of %d layers is drawn, since two do not fit a page: --layers (layers=) chooses others",
+            max(totals),
+        )
     return draw([its_layers[:1] for its_layers in layers])
 
 

@@ -60,7 +60,7 @@ def plot_matrix(
         model: a network; or a recorded layer, `maps[n]` of `record_attention`, which needs no image and no layers.
         image: an image; for a network of text its ids (T,) or (1, T), a mapping of its inputs, or a string, whose
             tokenizer is `processor`.
-        heads: default: all and their mean; of text the mean alone.
+        heads: default: all and their mean; of text the mean alone; of a recorded layer all of its heads.
         part: one of PARTS.
         tokens: texts of the tokens, which are written along both sides; for an encoder-decoder a pair of lists, of the
             source and the target. Default: by the tokenizer, else the ids.
@@ -117,8 +117,7 @@ def _plot_text(
         if tokens is None:
             count = model[part].shape[-1]
             tokens = list(map(str, range(count)))
-        layer = AttentionLayer(model.number, model.name, len(model.heads), model.recorded())
-        numbers = parse_heads(text_of("all" if heads is None else heads), [layer])
+        numbers = _recorded_heads(model, heads)
         return draw_text_matrix(
             [model], tokens_of(tokens), numbers, part, look, title=f"layer {model}", width=width
         )
@@ -140,6 +139,23 @@ def _plot_text(
         return draw(maps)
     total = len(select_layers(None, loaded))
     return fit_page(lambda drawn, **how: draw(drawn[0], **how), [maps], [total])
+
+
+def _recorded_heads(layer: LayerMaps, heads: Any) -> list[Head]:
+    """Return the heads of a recorded layer to draw, by their numbers in the network; None: all that were recorded.
+
+    Raises:
+        UsageError: a head that was not recorded.
+    """
+    if heads is None:
+        return list(layer.heads)
+    of_network = AttentionLayer(layer.number, layer.name, max(layer.heads) + 1, layer.recorded())
+    numbers = parse_heads(text_of(heads), [of_network])
+    for head in numbers:
+        if head != MEAN and head not in layer.heads:
+            recorded = ", ".join(map(str, layer.heads))
+            raise UsageError(f"layer {layer} was recorded with heads {recorded}, got head {head}")
+    return numbers
 
 
 def draw_matrix(

@@ -178,7 +178,8 @@ def draw_strip(
     left_out: str | None = None,
 ) -> Figure:
     """Draw one block for each chain among `layers`, with one row per layer: its parts from the previous logits to the
-    attention, then the attention of its own logits alone, at the same scale, and by how much the two differ.
+    attention, then the attention of its own logits alone (at the same scale, unless that is each tile's), and by how
+    much the two differ.
 
     A chain's first layer has no previous map; its logits are its own. If there is only attention, as in a plain vision
     transformer, the layers stand in one row.
@@ -214,8 +215,9 @@ def draw_strip(
     if text:
         note += f"\n{text}; previous: from the layer before"
     if OWN_ALONE in columns:
+        same_scale = "" if style.scale == "tile" else ", at the same scale"
         note += (
-            "; own alone: attention by own logits, at the same scale; differs by: half the sum of absolute "
+            f"; own alone: attention by own logits{same_scale}; differs by: half the sum of absolute "
             "differences, 0 to 1"
         )
     if style.style == "fog":

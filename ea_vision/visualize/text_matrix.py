@@ -24,7 +24,7 @@ from ea_vision.models.modes import evaluating
 from ea_vision.recorder.recording import LayerMaps, record_attention
 from ea_vision.visualize.map_style import STYLE, MapStyle, map_sheet
 from ea_vision.visualize.sheet import LARGEST_TILE, MARGIN, Block, Row, Tile
-from ea_vision.visualize.tiles import Head, head_name, of_head
+from ea_vision.visualize.tiles import MEAN, Head, head_name, of_head
 
 Text = str | Sequence[int] | Tensor | Mapping[str, Tensor]
 LONGEST_TOKEN = 12  # letters; longer tokens are cut
@@ -232,7 +232,8 @@ def _tile(layer: LayerMaps, tokens: Tokens, head: Head, part: str, style: MapSty
     else:
         hidden = (maps <= HIDDEN_LOGIT).all(0).numpy()
     hidden |= sides[0][1][:, None] | sides[1][1]
-    values = of_head(maps, head).numpy()
+    place = head if head == MEAN else layer.heads.index(head)
+    values = of_head(maps, place).numpy()
     if part == "attn":
         values = values * (~hidden).sum(-1, keepdims=True)
     width, height = _size(sides)
