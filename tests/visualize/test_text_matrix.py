@@ -150,3 +150,18 @@ def test_tokens_of_an_image_are_refused_and_a_layer_of_it_is_drawn():
     [(values, rows, _)] = shown(plot_matrix(maps[1], heads=2))
     np.testing.assert_allclose(values, 16 * maps[1].attn[0, 2], rtol=1e-4)
     assert rows[0] == "0"
+
+
+def test_heads_of_a_recorded_layer_keep_their_numbers():
+    network = model("Bert")
+    everything = recorded(network, input_ids=IDS)[1].attn[0]
+    with torch.inference_mode(), ea_vision.record_attention(network, 1, heads=[3, 1]) as maps:
+        network(input_ids=IDS)
+    figure = plot_matrix(maps[1])
+    for (values, _, _), head in zip(shown(figure), (3, 1), strict=True):
+        np.testing.assert_allclose(values, 8 * everything[head], rtol=1e-5)
+    texts = texts_of(figure)
+    assert "head 3" in texts
+    assert "head 1" in texts
+    with pytest.raises(UsageError, match="heads 3, 1, got head 2"):
+        plot_matrix(maps[1], heads=2)
