@@ -3,7 +3,8 @@
 What a layer hands on waits in the network's `Relay`, in a store of its own for each thread, which is emptied at the
 beginning and at the end of a forward. So hooks, copies and wrappers may replace the tensors on the way. Where parts run
 without their network's forward (nn.Sequential, FX), or are run again by gradient checkpointing, the maps are found by
-the tensor with which they came, as long as it lives.
+the tensor with which they came, as long as it lives. Blocks that are compiled one by one share one store, so only one
+thread at a time may run them.
 """
 
 import copy
@@ -101,12 +102,13 @@ class Relay:
 
     def __deepcopy__(self, memo: dict) -> "Relay":
         """Return a relay of its own for a copied network, and the relay itself for a copy of one of its parts."""
-        copied = memo.get(id(self.network()))
-        if copied is None:
+        network = self.network()
+        if network is not None and id(network) not in memo:
             return self
         relay_class, arguments = self.__reduce__()
         memo[id(self)] = relay = relay_class(*copy.deepcopy(arguments, memo))
-        relay.belong_to(copied)
+        if network is not None:  # known until it is pickled
+            relay.belong_to(memo[id(network)])
         return relay
 
     def watch(self, module: nn.Module) -> None:
@@ -116,38 +118,47 @@ class Relay:
 
     def begin(self, *_: Any) -> None:
         """Begin a forward of the network in this thread."""
-        thread = thread_of_forward()
-        self.store.pop(thread, None)
+        thread = self._empty()
         if not torch.compiler.is_compiling():
             self.running.add(thread)
 
     def end(self, *_: Any) -> None:
         """End a forward of the network in this thread."""
-        thread = thread_of_forward()
-        self.store.pop(thread, None)
+        thread = self._empty()
         if not torch.compiler.is_compiling():
             self.running.discard(thread)
+            self.sizes.pop(thread, None)
+
+    def _empty(self) -> int:
+        """Empty this thread's store, and that of blocks that are compiled one by one; return the thread."""
+        thread = thread_of_forward()
+        for key in (thread, 0):
+            self.store.pop(key, None)
+        return thread
 
     def note_size(self, feat_size: Size | None) -> None:
         """Note the patches' (H, W) for the first block."""
         self.sizes[thread_of_forward()] = feat_size
 
     def find(self, x: Tensor) -> Handed:
-        """Return what came with a part's input, or else what was handed on last in this forward.
+        """Return what was handed on last in this forward. Outside of a forward and in a recomputation, return what came
+        with a part's input.
+
+        A tensor that enters a part in two checkpointed forwards before their backward passes has the maps of the later.
 
         Raises:
             ValueError: gradients would not reach it, since a reentrant checkpoint made it.
         """
         thread = thread_of_forward()
         waiting = self.store.pop(thread, None)
-        if waiting is None:
-            waiting = Handed(feat_size=self.sizes.pop(thread, None))
+        start = Handed(feat_size=self.sizes.pop(thread, None))
         if is_symbolic(x):
-            return waiting
+            return waiting or start
         tensor = whole(x)
-        handed = self.by_tensor.get(tensor)
-        if handed is None:
-            handed = Handed() if recomputes() else waiting
+        if thread in self.running and not recomputes():
+            handed = waiting or start
+        else:
+            handed = self.by_tensor.get(tensor) or start
         if not handed.with_gradients and x.requires_grad and not x.is_leaf:
             raise ValueError(
                 "maps must have gradients where the tensors beside them have: gradient checkpointing "

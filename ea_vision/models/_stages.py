@@ -95,8 +95,9 @@ class TensorStage(AttnStage):
         return part
 
     def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> Tensor:
+        handed = self.relay.find(x)
         if prev_logits is None:
-            prev_logits = self.relay.find(x).logits
+            prev_logits = handed.logits
         x, logits = super().forward(x, prev_logits)
         with_gradients = torch.is_grad_enabled()
         self.relay.hand_on(x, Handed(logits=logits, with_gradients=with_gradients))

@@ -18,6 +18,7 @@ import torch
 from timm.layers import to_2tuple
 from timm.models.swin_transformer import window_partition
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ea_vision.layers.inspect_attention import owners, prefix_names
 from ea_vision.ops import Size
@@ -112,6 +113,7 @@ class Sight:
         covered: the (height, width) in pixels of all patches together, by the (H, W) of the patches.
         joined: numbers of tokens of the sequences that were concatenated, as prefix tokens and patches are.
         reordered: whether tokens have changed places, as those of a masked autoencoder.
+        order: (B, T), the former places of the tokens after the last gather that dropped or reordered some, or None.
     """
 
     def __init__(self, stems: Collection[nn.Module], channels: Container[int]):
@@ -122,6 +124,7 @@ class Sight:
         self.covered: dict[Size, Size] = {}
         self.joined: set[int] = set()
         self.reordered = False
+        self.order: Tensor | None = None
         self._called: set[nn.Module] = set()  # stems, in this forward
 
     def _forget(self) -> None:
@@ -130,6 +133,7 @@ class Sight:
         self.covered.clear()
         self.joined.clear()
         self.reordered = False
+        self.order = None
         self._called.clear()
 
     def begin(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -159,11 +163,13 @@ class Sight:
             return
         tokens = kwargs.get("input", args[0] if args else None)
         index = kwargs.get("index", args[-1] if args else None)[..., 0]
-        if tokens.shape[1] != index.shape[1]:
-            return  # dropped: their number shows it
-        in_order = torch.arange(index.shape[1], device=index.device)
-        if index.is_meta or not torch.equal(index, in_order.expand_as(index)):
-            self.reordered = True
+        if _puts_back(index, self.order):
+            self.reordered = False
+            self.order = None
+        elif not _is_in_order(index):
+            # the number of tokens shows that some were dropped
+            self.reordered |= tokens.shape[1] == index.shape[1]
+            self.order = index
 
     def key_grid(self, keys: int, prefix: int, names: int) -> Size | None:
         """Return the grid of a layer's keys behind `prefix` tokens, or None if they are not all patches in their order.
@@ -213,6 +219,20 @@ class Sight:
     def size(self) -> Size | None:
         """Return (height, width) of the image in pixels."""
         return None if self.image is None else tuple(self.image[2:])
+
+
+def _is_in_order(index: Tensor) -> bool:
+    """Return whether indices (B, T) are 0, 1, ... in each row; False for tensors without values."""
+    if index.is_meta or isinstance(index, FakeTensor):
+        return False
+    return torch.equal(index, torch.arange(index.shape[1], device=index.device).expand_as(index))
+
+
+def _puts_back(index: Tensor, order: Tensor | None) -> bool:
+    """Return whether indices (B, T) bring tokens back to the places that they had before a gather by `order`."""
+    if order is None or order.shape[1] > index.shape[1] or order.shape[0] != index.shape[0]:
+        return False
+    return _is_in_order(index.gather(1, order))
 
 
 def _keeps_patches_apart(stem: nn.Conv2d) -> bool:

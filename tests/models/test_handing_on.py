@@ -3,6 +3,7 @@ same result or an error that says what is missing, and nothing outlives it."""
 
 import copy
 import gc
+import pickle
 
 import pytest
 import timm
@@ -227,3 +228,55 @@ def test_checkpoints_around_several_stages():
     expected = torch.autograd.grad(loss(two), weights, retain_graph=True)
     again = torch.autograd.grad(loss(lambda z: checkpoint(two, z, use_reentrant=False)), weights)
     assert_close(again, expected)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_tensor_of_another_forward_brings_no_maps_of_it(name):
+    """An output kept from one image replaces that of another: the maps are the running forward's, as with a copy."""
+    model = alive(name).requires_grad_(False)
+    first = NETWORKS[name][2][0]
+    x = NETWORKS[name][1]()
+    other = x.flip(0) if name == "bert" else x.flip(3)
+    kept = []
+    hook = model.get_submodule(first).register_forward_hook(lambda _, args, y: kept.append(y))
+    run(model, other)
+    hook.remove()
+    outputs = []
+    for replacement in (kept[0].clone(), kept[0]):
+        hook = model.get_submodule(first).register_forward_hook(lambda *_, y=replacement: y)
+        outputs.append(run(model, x))
+        hook.remove()
+    assert_close(outputs[1], outputs[0])
+
+
+@pytest.mark.parametrize("kind, options", [(None, {"token_conv": "paper"}), ("conv2d", {})])
+def test_a_checkpoint_around_the_whole_network_finds_the_patches(kind, options):
+    tiny = dict(img_size=32, patch_size=8, embed_dim=48, depth=3, num_heads=3, num_classes=5)
+    torch.manual_seed(0)
+    model = evolve(timm.create_model("vit_tiny_patch16_224", **tiny), kind, **options)
+    x = images()
+    gradients = []
+    for call in (model, lambda x: checkpoint(model, x, use_reentrant=False)):
+        loss = call(x).square().sum()
+        gradients.append(torch.autograd.grad(loss, model.patch_embed.proj.weight)[0])
+    assert_close(gradients[1], gradients[0])
+
+
+@torch.no_grad()
+def test_a_copy_of_a_network_that_was_pickled_has_a_store_of_its_own():
+    model = pickle.loads(pickle.dumps(alive("resnet")))
+    teacher = copy.deepcopy(model)
+    x = images(64, 64)
+    expected = model(x)
+    model.layer2.register_forward_hook(lambda *_: (teacher(x.flip(3)), None)[1])
+    assert_close(model(x), expected)
+
+
+@torch.no_grad()
+def test_the_size_of_an_embedding_alone_is_not_taken_by_other_tokens():
+    tiny = dict(img_size=32, patch_size=8, embed_dim=48, depth=3, num_heads=3, num_classes=5)
+    model = evolve(timm.create_model("vit_tiny_patch16_224", **tiny), token_conv="paper")
+    model(images())
+    block = next(block for block in model.blocks if block.token_conv is not None)
+    with pytest.raises(ValueError, match="token_conv needs the patches"):
+        block(torch.randn(1, 17, 48))

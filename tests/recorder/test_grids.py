@@ -91,6 +91,22 @@ def test_tokens_that_are_no_grid_have_no_places(make, tokens):
             refused()
 
 
+@pytest.mark.parametrize("ratio", [0.0, 0.75])
+@torch.no_grad()
+def test_a_decoder_puts_the_patches_back_into_their_places(ratio):
+    options = {"num_hidden_layers": 1, "num_attention_heads": 3, "intermediate_size": 32}
+    decoder = {f"decoder_{name}": value for name, value in options.items()}
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    sizes = {"image_size": 32, "patch_size": 8, "hidden_size": 24, "decoder_hidden_size": 24}
+    config = transformers.ViTMAEConfig(**sizes, **options, **decoder, mask_ratio=ratio)
+    model = transformers.ViTMAEForPreTraining(config).eval()
+    with record_attention(model) as maps:
+        model(images())
+    encoder, decoder = maps.values()
+    assert encoder.layout.placeless
+    assert decoder.feat_size == (4, 4)
+
+
 def test_the_grid_before_pruning_stays():
     maps = recorded(pruning(), images())
     assert maps[1].feat_size == (4, 4)
