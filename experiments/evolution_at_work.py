@@ -82,9 +82,9 @@ def caption(
         differences.append(f"{change[head][cell]:.2f} in layer {number}")
     means = " and ".join(f"{mean:.2f} in layer {number}" for number, mean in typical.items())
     return (
-        f"Head {head}, query y {query[0]}, x {query[1]}, of {recording.model.label}. Attention and that of the "
-        f"layer's own logits alone differ by {' and '.join(differences)}, of at most 1; mean difference over heads "
-        f"and queries of {what}: {means}."
+        f"Head {head}, query y {query[0]}, x {query[1]}, of {recording.model.label}. Without the previous map "
+        f"attention differs by {' and by '.join(differences)} (at most 1). Over heads and queries of {what} the "
+        f"mean is {means}."
     )
 
 

@@ -106,9 +106,9 @@ def compilations_at_first_use(network: str) -> Counter:
         given = tuple(name for name, x in arguments.items() if x is not None)
         launched.add((kernel.__name__, tile, arguments["S"], given))
 
-    def run_forward(*args):
-        triton_attention._run_forward(*args)
-        return forward(*args)
+    def run_forward(*args, **options):
+        triton_attention._run_forward(*args, **options)
+        return forward(*args, **options)
 
     def run_backward(*args):
         triton_attention._run_backward(*args)

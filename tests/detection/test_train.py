@@ -213,7 +213,7 @@ def test_errors_are_one_line(data, tmp_path, more, message):
 def test_without_pycocotools_one_line_says_what_to_install(data, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pycocotools.coco", None)
     with pytest.raises(
-        UsageError, match=r"need pycocotools, not installed .*pip install pycocotools"
+        UsageError, match=r"needs pycocotools, not installed .*pip install pycocotools"
     ):
         train.main(arguments(data, tmp_path / "run"))
 

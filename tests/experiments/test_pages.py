@@ -179,9 +179,13 @@ def what_each_study_could_have_found():
     kept = table("sensitivity.csv")
     found = shown(kept["found_at_80_percent"])
     yield PAGE, "", f"{min(found[:6])} to {max(found[:6])} points"
-    yield PAGE, heading, f"SST {found[10]} and {found[11]}"
+    yield PAGE, heading, f"{found[10]} and {found[11]} in SST"
     of_norm, of_convolution = found[13], found[15]
-    yield PAGE, heading, f"norm on CIFAR-100 {of_norm} (against the convolution {of_convolution})"
+    yield (
+        PAGE,
+        heading,
+        f"norm on CIFAR-100 they find {of_norm} (against the convolution {of_convolution})",
+    )
     verdict = table("across/verdict.csv").query("part in ('vit-rival', 'second-updates')")
     yield PAGE, heading, f"small ViT {span(verdict['found_at_80_percent'])}"
 

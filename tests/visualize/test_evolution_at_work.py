@@ -73,9 +73,9 @@ def test_the_script_draws_the_picture_and_prints_its_caption(tmp_path, capsys):
     assert main(f"{CAT} --typical {CAT} -o {output}".split()) == 0
     assert check_picture(output).width >= 2 * 72 * 6.7
     printed = capsys.readouterr().out.splitlines()[0]
-    claims, _, typical = printed.partition("; mean difference over")
+    claims, _, typical = printed.partition(" Over heads and queries")
     assert claims in caption()
-    numbers = r" heads and queries of 1 images: \S+ in layer 2 and \S+ in layer 3\."
+    numbers = r" of 1 images the mean is \S+ in layer 2 and \S+ in layer 3\."
     assert re.fullmatch(numbers, typical)
 
 
@@ -98,7 +98,7 @@ def test_the_shipped_pa_hardly_uses_the_previous_map():
     for layer in recording.maps.values():
         difference = (layer.attn - layer.self_logits.softmax(-1)).abs().sum(-1).mean() / 2
         assert f"{difference:.2f}" == "0.01"
-    assert "In `pa_conv_transformer_cifar` it is 0.01" in PAGE
+    assert "In `pa_conv_transformer_cifar` the mean is 0.01" in PAGE
 
 
 def mean_maps(model, images):
