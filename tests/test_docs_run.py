@@ -25,6 +25,7 @@ NARROW = {
     "ea_conv_transformer_cifar": "widths=[8,8,16,16]",
     "aa_wrn28_10_cifar": "depth=10 width=1",
     "ea_aa_resnet50": "layers=[1,1,1,1]",
+    "ea_aa_resnet34_050": "layers=[1,1,1,1]",
     "ea_vit_small_patch16_224": "depth=2 embed_dim=24 num_heads=2",
     "vit_small_patch16_224": "depth=2 embed_dim=24 num_heads=2",
 }
@@ -140,6 +141,8 @@ def shorten(line):
             name = here[here.index("--model") + 1] if "--model" in here else own
             narrow = NARROW.get(name, NARROW["ea_conv_transformer_cifar"])
             more += f" --model-kwargs {narrow}"
+        if "scenes" in here:  # a recipe whose images grow
+            more += " --first-img-size 16"
         if "--holdout" in words:
             more += " --holdout 6"
     return [command, *here, *more.split()]
