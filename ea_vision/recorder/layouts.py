@@ -230,9 +230,9 @@ def _is_in_order(index: Tensor) -> bool:
 
 def _puts_back(index: Tensor, order: Tensor | None) -> bool:
     """Return whether indices (B, T) bring tokens back to the places that they had before a gather by `order`."""
-    if order is None or order.shape[1] > index.shape[1] or order.shape[0] != index.shape[0]:
+    if order is None or order.is_meta or isinstance(order, FakeTensor) or len(order) != len(index):
         return False
-    return _is_in_order(index.gather(1, order))
+    return bool(order.max() < index.shape[1]) and _is_in_order(index.gather(1, order))
 
 
 def _keeps_patches_apart(stem: nn.Conv2d) -> bool:

@@ -23,7 +23,7 @@ def place(tmp_path, monkeypatch):
     for name in ("TIMES", "PILOT", "RUNS"):
         monkeypatch.setattr(study, name, tmp_path / f"{name}.csv")
     monkeypatch.setattr(study, "PRETRAINING", TINY)
-    monkeypatch.setattr(study, "TUNING", f"--recipe finetune_resnet {TINY}")
+    monkeypatch.setattr(study, "TUNING", f"--recipe finetune_resnet --warmup-epochs 0 {TINY}")
     monkeypatch.setattr(study, "PILOT_SEEDS", [100])
     monkeypatch.setattr(study, "SHORT", 1)
     return tmp_path
