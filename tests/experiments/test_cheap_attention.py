@@ -9,7 +9,7 @@ from ea_vision.base.errors import UsageError
 from experiments.cheap_attention import run as study
 from tests.data.photos import make_photos
 
-TINY = "--img-size 32 --eval-resize 32 --epochs 1 --batch-size 4 --seed 0"
+TINY = "--warmup-epochs 0 --img-size 32 --eval-resize 32 --epochs 1 --batch-size 4 --seed 0"
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def place(tmp_path, monkeypatch):
     for name in ("TIMES", "PILOT", "RUNS"):
         monkeypatch.setattr(study, name, tmp_path / f"{name}.csv")
     monkeypatch.setattr(study, "PRETRAINING", TINY)
-    monkeypatch.setattr(study, "TUNING", f"--recipe finetune_resnet --warmup-epochs 0 {TINY}")
+    monkeypatch.setattr(study, "TUNING", f"--recipe finetune_resnet {TINY}")
     monkeypatch.setattr(study, "PILOT_SEEDS", [100])
     monkeypatch.setattr(study, "SHORT", 1)
     return tmp_path
