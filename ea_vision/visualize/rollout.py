@@ -125,24 +125,23 @@ def draw_rollout(
         blocks.append(_block(recording, first.img_size, points, style, name))
     queries = f"{queries_name(points)}; " if points else ""
     last = _asking(first)[-1]
+    title = "attention rollout"
+    label = "share of the last map's pixel"
+    note = f"where the last map's pixels come from, through all layers; {queries}all pixels: their mean"
     if classes:
-        return map_sheet(
-            "evidence of a class",
-            blocks,
-            style,
-            width=width,
-            photo=photo_of(first, points, last.feat_size),
-            label="share of the evidence \N{MULTIPLICATION SIGN} N (1: uniform)",
-            note=f"{queries}rollout of the positive part of gradient times attention, through all layers",
+        title = "evidence of a class"
+        label = "share of the evidence"
+        note = (
+            f"{queries}rollout of the positive part of gradient times attention, through all layers"
         )
     return map_sheet(
-        "attention rollout",
+        title,
         blocks,
         style,
         width=width,
         photo=photo_of(first, points, last.feat_size),
-        label="share of the last map's pixel \N{MULTIPLICATION SIGN} N (1: uniform)",
-        note=f"where the last map's pixels come from, through all layers; {queries}all pixels: their mean",
+        label=f"{label} \N{MULTIPLICATION SIGN} N (1: uniform)",
+        note=note,
     )
 
 
