@@ -17,6 +17,7 @@ from ea_vision.base.errors import UsageError
 from ea_vision.engine.config import load_recipe
 from experiments import break_even, pages, published, sensitivity
 from experiments.collapse import analyse as collapse
+from experiments.collapse.run import CONTROLS, SEEDS
 from experiments.evidence import by_variant, holm, paired, read_runs, shown_p
 from experiments.factorial import analyse
 from experiments.healthy_maps.analyse import effects_of
@@ -468,6 +469,31 @@ def test_kept_tables_follow_from_the_rows():
     pd.testing.assert_frame_equal(sensitivity.table(), table("sensitivity.csv"))
     computed = collapse.effects_of(table("collapse.csv"))
     pd.testing.assert_frame_equal(computed, table("collapse-effects.csv"))
+
+
+def test_the_controls_effects_are_computed_when_all_their_runs_are_done():
+    """controls.md: nothing is computed before; then each mean is that of the differences by seed."""
+    runs = table("collapse.csv")
+    rows = [
+        {
+            "data": "cifar100",
+            "network": network,
+            "seed": seed,
+            "top1": 50 + place + 0.1 * seed**place,
+        }
+        for place, network in enumerate(CONTROLS)
+        for seed in SEEDS
+    ]
+    assert collapse.effects_of_controls(runs, pd.DataFrame(rows[:-1])) is None
+    effects = collapse.effects_of_controls(runs, pd.DataFrame(rows)).set_index("name")
+    top1 = runs.query("data == 'cifar100' and network == 'none + norm'").set_index("seed")["top1"]
+    for place, network in enumerate(CONTROLS):
+        leads = {seed: top1[seed] - (50 + place + 0.1 * seed**place) for seed in SEEDS}
+        effect = effects.loc[f"none + norm - {network}"]
+        assert effect["difference"] == pytest.approx(sum(leads.values()) / 10)
+        assert effect["seeds 10 to 14"] == pytest.approx(sum(leads[s] for s in range(10, 15)) / 5)
+        assert effect["p"] <= effect["p_holm"]
+    assert effects["p"].isna().sum() == 2  # described, not tested
 
 
 def test_a_table_without_complete_seeds_is_no_result(tmp_path, monkeypatch):
