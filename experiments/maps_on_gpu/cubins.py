@@ -17,8 +17,8 @@ import pandas as pd
 import torch
 import triton
 
-FOLDER = Path(__file__).parent
-KERNELS = {"forward.cu": "ea_forward", "backward_core.cu": "core"}
+from experiments.maps_on_gpu.emulate import FOLDER, KERNELS
+
 TARGETS = (80, 90, 120)
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)(.*)")

@@ -11,6 +11,7 @@ import math
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -20,7 +21,8 @@ from torch import Tensor
 from ea_vision.ops import evolving_attention
 
 FOLDER = Path(__file__).parent
-B, K, D, E, H, W = 1, 8, 20, 3, 14, 14  # images, heads, widths of queries and values, the map
+KERNELS = {"forward.cu": "ea_forward", "backward_core.cu": "core"}
+K, D, E, H, W = 8, 20, 3, 14, 14  # heads, widths of queries and values, the map
 N = H * W
 ALPHA = 0.5
 BFLOAT16 = torch.bfloat16
@@ -48,12 +50,16 @@ class BackwardArguments(ctypes.Structure):
     ]
 
 
-def build(source: str, folder: Path) -> ctypes.CDLL:
+Run = Callable[[ctypes.Structure, int], None]  # runs a kernel with its arguments for so many images
+
+
+def build(source: str, folder: Path) -> Run:
     """Compile a kernel for the emulator and load it."""
     library = folder / f"{source}.so"
     command = ["g++", "-O2", "-shared", "-fPIC", "-x", "c++", FOLDER / source, "-o", library]
     subprocess.run(command, check=True)
-    return ctypes.CDLL(str(library))
+    function = getattr(ctypes.CDLL(str(library)), KERNELS[source])
+    return lambda arguments, images: function(ctypes.byref(arguments), images)
 
 
 def _unwritten(*shape: int, dtype: torch.dtype = BFLOAT16) -> Tensor:
@@ -74,56 +80,74 @@ def _one_hot_positions() -> Tensor:
     return hot.to(BFLOAT16)
 
 
-def forward_errors(library: ctypes.CDLL) -> dict[str, tuple[float, float]]:
+class Forward:
+    """The fused forward pass of a layer on random bfloat16 inputs.
+
+    Attributes:
+        inputs: arguments of `evolving_attention`, heads before pixels, for `images` images.
+        logits, out, lse: what the kernel writes; NaN before.
+    """
+
+    def __init__(self, run: Run, images: int = 1, device: str = "cpu"):
+        torch.manual_seed(0)
+        self.run, self.images = run, images
+        B = images
+        q, k = torch.randn(2, B, N, K, D, device=device).to(BFLOAT16)
+        v = torch.randn(B, N, K, E, device=device).to(BFLOAT16)
+        prev = torch.randn(B, N, N, K, device=device).to(BFLOAT16)
+        height_rel = (torch.randn(2 * H - 1, D, device=device) * 0.3).to(BFLOAT16)
+        width_rel = (torch.randn(2 * W - 1, D, device=device) * 0.3).to(BFLOAT16)
+        weight = (torch.randn(K, K, 3, 3, device=device) * 0.15).to(BFLOAT16)
+        bias = torch.randn(K, device=device).to(BFLOAT16).float()
+        self.inputs = [x.transpose(1, 2) for x in (q, k, v)]
+        self.inputs += [height_rel, width_rel, prev.permute(0, 3, 1, 2), weight, bias]
+        self.logits = _unwritten(B, N, N, K).to(device)
+        self.out = _unwritten(B, N, K, E).to(device)
+        self.lse = _unwritten(B, K, N, dtype=torch.float32).to(device)
+        hot = _one_hot_positions().to(device)
+        tensors = [q, k, v, prev, height_rel, width_rel, hot, _taps_first(weight), bias]
+        self.tensors = [*tensors, self.logits, self.out, self.lse]
+
+    def __call__(self) -> None:
+        pointers = [x.data_ptr() for x in self.tensors]
+        self.run(ForwardArguments(*pointers, ALPHA, D**-0.5), self.images)
+
+    def reference(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return output and logits of the reference."""
+        inputs = [x.to(dtype) for x in self.inputs]
+        options = {"alpha": ALPHA, "feat_size": (H, W), "implementation": "reference"}
+        return evolving_attention(*inputs, **options)
+
+
+def forward_errors(forward: Forward) -> dict[str, tuple[float, float]]:
     """Return largest differences from float64 of the fused forward and of the reference in bfloat16, by output."""
-    torch.manual_seed(0)
-    q, k = torch.randn(2, B, N, K, D).to(BFLOAT16)
-    v = torch.randn(B, N, K, E).to(BFLOAT16)
-    prev = torch.randn(B, N, N, K).to(BFLOAT16)
-    height_rel = (torch.randn(2 * H - 1, D) * 0.3).to(BFLOAT16)
-    width_rel = (torch.randn(2 * W - 1, D) * 0.3).to(BFLOAT16)
-    weight = (torch.randn(K, K, 3, 3) * 0.15).to(BFLOAT16)
-    bias = torch.randn(K).to(BFLOAT16).float()
-    logits = _unwritten(B, N, N, K)
-    out = _unwritten(B, N, K, E)
-    lse = _unwritten(B, K, N, dtype=torch.float32)
-    inputs = [q, k, v, prev, height_rel, width_rel, _one_hot_positions(), _taps_first(weight)]
-    pointers = [x.data_ptr() for x in (*inputs, bias, logits, out, lse)]
-    library.ea_forward(ctypes.byref(ForwardArguments(*pointers, ALPHA, D**-0.5)), B)
-
-    def reference(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        rows = [x.transpose(1, 2) for x in (q, k, v)]
-        maps = prev.permute(0, 3, 1, 2)
-        arguments = [x.to(dtype) for x in (*rows, height_rel, width_rel, maps, weight, bias)]
-        return evolving_attention(
-            *arguments, alpha=ALPHA, feat_size=(H, W), implementation="reference"
-        )
-
-    exact_out, exact_logits = reference(torch.float64)
-    rounded_out, rounded_logits = reference(BFLOAT16)
-    logits = logits.permute(0, 3, 1, 2)
+    forward()
+    exact_out, exact_logits = forward.reference(torch.float64)
+    rounded_out, rounded_logits = forward.reference(BFLOAT16)
+    logits = forward.logits.permute(0, 3, 1, 2)
     exact_lse = torch.logsumexp(logits.double(), -1) / math.log(2)  # of the logits that it stored
+    out = forward.out.transpose(1, 2)
 
     def largest(x: Tensor, exact: Tensor) -> float:
         return float((x.double() - exact).abs().max())
 
     return {
         "logits": (largest(logits, exact_logits), largest(rounded_logits, exact_logits)),
-        "out": (largest(out.transpose(1, 2), exact_out), largest(rounded_out, exact_out)),
-        "lse": (largest(lse, exact_lse), 1e-3),
+        "out": (largest(out, exact_out), largest(rounded_out, exact_out)),
+        "lse": (largest(forward.lse, exact_lse), 1e-3),
     }
 
 
-def backward_errors(library: ctypes.CDLL) -> dict[str, tuple[float, float]]:
+def backward_errors(run: Run, device: str = "cpu") -> dict[str, tuple[float, float]]:
     """Return relative differences of the backward core's gradients from float64, and those of rounding alone."""
     torch.manual_seed(0)
-    dz, m = torch.randn(2, B, N, N, K).to(BFLOAT16)
-    weight = (torch.randn(K, K, 3, 3) * 0.2).to(BFLOAT16)
+    dz, m = torch.randn(2, 1, N, N, K, device=device).to(BFLOAT16)
+    weight = (torch.randn(K, K, 3, 3, device=device) * 0.2).to(BFLOAT16)
     adjoint = _taps_first(weight.flip(2, 3).transpose(0, 1))
-    d_prev = _unwritten(B, N, N, K)
-    sums = _unwritten(B, 14, 7, 5, 2, K, K, dtype=torch.float32)
+    d_prev = _unwritten(1, N, N, K).to(device)
+    sums = _unwritten(1, 14, 7, 5, 2, K, K, dtype=torch.float32).to(device)
     pointers = [x.data_ptr() for x in (dz, m, adjoint, d_prev, sums)]
-    library.core(ctypes.byref(BackwardArguments(*pointers, ALPHA)), B)
+    run(BackwardArguments(*pointers, ALPHA), 1)
     maps = m.permute(0, 3, 1, 2).double().requires_grad_()
     exact_weight = weight.double().requires_grad_()
     convolved = F.conv2d(maps, exact_weight, padding=1)
@@ -148,7 +172,7 @@ def backward_errors(library: ctypes.CDLL) -> dict[str, tuple[float, float]]:
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        errors = forward_errors(build("forward.cu", Path(folder)))
+        errors = forward_errors(Forward(build("forward.cu", Path(folder))))
         errors |= backward_errors(build("backward_core.cu", Path(folder)))
     for name, (kernel, bound) in errors.items():
         print(f"{name}: {kernel:.2g}, beside {bound:.2g}")

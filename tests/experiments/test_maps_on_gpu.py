@@ -13,7 +13,7 @@ README = "experiments/maps_on_gpu/README.md"
 
 @needs_compiler
 def test_the_forward_pass_is_as_exact_as_the_reference_in_bfloat16(tmp_path):
-    errors = emulate.forward_errors(emulate.build("forward.cu", tmp_path))
+    errors = emulate.forward_errors(emulate.Forward(emulate.build("forward.cu", tmp_path)))
     for name, (error, bound) in errors.items():
         assert error <= 1.1 * bound, name  # false for NaN
 
