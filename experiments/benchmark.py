@@ -206,9 +206,9 @@ def live_network(name: str, images: Tensor) -> nn.Module:
             model(images)
             model(images)
     except (ValueError, AssertionError, RuntimeError) as error:
-        said = str(error) or type(error).__name__
+        message = str(error) or type(error).__name__
         raise UsageError(
-            f"{name} cannot run {len(images)} images of {images.shape[-1]} pixels: {said}"
+            f"{name} cannot run {len(images)} images of {images.shape[-1]} pixels: {message}"
         ) from error
     return model
 
@@ -312,16 +312,16 @@ def built_steps(args: argparse.Namespace, images: Tensor) -> tuple[dict[Case, St
                 raise
             print(f"left out: {error}")
             continue
-        made = Steps(model, images, args.amp, args.opt, case)
+        case_steps = Steps(model, images, args.amp, args.opt, case)
         compiles = case.mode != EAGER
         row = {
             "model": case.name,
             "implementation": case.implementation,
             "mode": case.mode,
-            "first_use_s": made.first_use() if compiles else None,
-            "memory_mib": None if args.no_memory else peak_memory(made, before, args),
+            "first_use_s": case_steps.first_use() if compiles else None,
+            "memory_mib": None if args.no_memory else peak_memory(case_steps, before, args),
         }
-        steps[case] = made
+        steps[case] = case_steps
         rows.append(row)
     return steps, rows
 
@@ -347,16 +347,16 @@ def measure(args: argparse.Namespace, device: torch.device) -> list[dict]:
         for case, row in zip(steps, rows, strict=True):
             row[f"{phase}_ms"] = 1e3 * seconds[case]
             row[f"{phase}_images_per_s"] = len(images) / seconds[case]
-    by_case = dict(zip(steps, rows, strict=True))
-    for case, row in by_case.items():
+    rows_by_case = dict(zip(steps, rows, strict=True))
+    for case, row in rows_by_case.items():
         if not steps[case].train().isfinite():
             raise RunError(
                 f"the loss of {case.name}, {case.mode}, is not finite: its times are meaningless"
             )
-        base = by_case.get(case.baseline(), {})
+        base = rows_by_case.get(case.baseline(), {})
         for key in MEASURED:
-            known = row[key] and base.get(key)
-            row[f"{key}_ratio"] = row[key] / base[key] if known else None
+            has_base = row[key] and base.get(key)
+            row[f"{key}_ratio"] = row[key] / base[key] if has_base else None
     return rows
 
 

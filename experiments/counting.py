@@ -43,7 +43,7 @@ def count_as_papers(model: nn.Module, input_size: tuple[int, int, int]) -> Paper
     operations = count_operations(model, input_size)
     counts = summarise(model, operations)
     total = _without_products(operations.modules["Global"])
-    by_branch = {}
+    flops_of_branches = {}
     for branch in counts.branches:
         layer = model.get_submodule(branch.layer)
         path = f"{type(model).__name__}.{branch.layer}"
@@ -53,8 +53,8 @@ def count_as_papers(model: nn.Module, input_size: tuple[int, int, int]) -> Paper
             added += position_operations(layer)
             projections -= sum(operations.modules.get(f"{path}.conv", {}).values())
         total += added
-        by_branch[branch.layer] = projections + added
-    return PaperCounts(counts, total, by_branch)
+        flops_of_branches[branch.layer] = projections + added
+    return PaperCounts(counts, total, flops_of_branches)
 
 
 def _without_products(operations: dict) -> int:

@@ -54,8 +54,8 @@ def rows(model: nn.Module, name: str, images: torch.Tensor) -> pd.DataFrame:
             share = entropy.mean().item() / math.log(attn.shape[-1])
             largest = attn.amax(-1).mean().item()
             figures.append({"layer": number, "entropy_share": share, "largest": largest})
-    by_layer = pd.DataFrame(figures).groupby("layer", as_index=False)
-    means = by_layer.mean().round(3)
+    layers = pd.DataFrame(figures).groupby("layer", as_index=False)
+    means = layers.mean().round(3)
     means.insert(0, "model", name)
     return means
 

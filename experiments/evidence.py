@@ -186,11 +186,13 @@ def _in_order(runs: pd.DataFrame, variants: list[str]) -> pd.DataFrame:
         UsageError: a variant has no runs.
     """
     present = runs["variant"].unique()
-    lacking = [name for name in variants if name not in present]
-    if lacking:
-        raise UsageError(f"no runs of {', '.join(lacking)}; there are {', '.join(present)}")
-    chosen = runs[runs["variant"].isin(variants)]
-    return chosen.sort_values("variant", key=lambda names: names.map(variants.index), kind="stable")
+    missing = [name for name in variants if name not in present]
+    if missing:
+        raise UsageError(f"no runs of {', '.join(missing)}; there are {', '.join(present)}")
+    selected = runs[runs["variant"].isin(variants)]
+    return selected.sort_values(
+        "variant", key=lambda names: names.map(variants.index), kind="stable"
+    )
 
 
 def _check_comparable(runs: pd.DataFrame) -> None:
@@ -230,14 +232,14 @@ def by_variant(runs: pd.DataFrame) -> pd.DataFrame:
     """
     table = runs.pivot(index="seed", columns="variant", values="top1")
     table = table[list(runs["variant"].unique())]
-    lacking = []
+    missing = []
     for name, top1 in table.items():
         seeds = ", ".join(str(seed) for seed in table.index[top1.isna()])
         if seeds:
-            lacking.append(f"{name}: {seeds}")
-    if lacking:
+            missing.append(f"{name}: {seeds}")
+    if missing:
         raise UsageError(
-            f"the variants must have the same seeds; seeds that are missing: {'; '.join(lacking)}"
+            f"the variants must have the same seeds; seeds that are missing: {'; '.join(missing)}"
         )
     return table
 
@@ -252,7 +254,7 @@ def paired(differences: Sequence[float], resolution: float = 0.0) -> dict[str, f
     values = np.asarray(differences, float)
     if len(values) < 2:
         raise UsageError(f"a paired test needs at least 2 seeds, got {len(values)}")
-    found = {
+    effect = {
         "seeds": len(values),
         "difference": values.mean(),
         "low": np.nan,
@@ -262,8 +264,8 @@ def paired(differences: Sequence[float], resolution: float = 0.0) -> dict[str, f
     if np.ptp(values) > max(resolution / 2, 1e-9):
         test = stats.ttest_1samp(values, 0.0)
         interval = test.confidence_interval(0.95)
-        found |= {"low": interval.low, "high": interval.high, "p": test.pvalue}
-    return found
+        effect |= {"low": interval.low, "high": interval.high, "p": test.pvalue}
+    return effect
 
 
 def holm(p_values: Sequence[float], hypotheses: int = 0) -> np.ndarray:
@@ -372,8 +374,8 @@ def variants_table(runs: pd.DataFrame) -> list[str]:
     options = runs.groupby("variant")["options"].first()
     rows = []
     for name, top1 in by_variant(runs).items():
-        by_seed = ", ".join(f"{value:.2f}" for value in top1)
-        rows.append([name, by_seed, f"{top1.mean():.2f}", f"{top1.std():.2f}", options[name]])
+        values = ", ".join(f"{value:.2f}" for value in top1)
+        rows.append([name, values, f"{top1.mean():.2f}", f"{top1.std():.2f}", options[name]])
     split = runs["split"].iloc[0]
     figures = f"top-1 % on {split} images, by seed"
     return markdown(["variant", figures, "mean", "standard deviation", "options"], rows)

@@ -117,8 +117,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     changed = changes(recording)
     head, query = choose(changed, model.img_size)
     images = find_images(args.typical or [args.photo])
-    chosen = images[:: -(-len(images) // PHOTOS)]
-    others = [changes(record(model, read_image(image), layers, PARTS)) for image in chosen]
+    photos = images[:: -(-len(images) // PHOTOS)]
+    others = [changes(record(model, read_image(image), layers, PARTS)) for image in photos]
     typical = {}
     for number in changed:
         typical[number] = float(torch.stack([other[number] for other in others]).mean())

@@ -293,8 +293,8 @@ def gradient_source(
     images = images.detach().requires_grad_()
     with torch.enable_grad():
         log_probabilities = predict(images).float().log_softmax(-1)
-        of_class = log_probabilities.gather(1, classes[:, None])
-        (gradient,) = torch.autograd.grad(of_class.sum(), images)
+        class_log_probability = log_probabilities.gather(1, classes[:, None])
+        (gradient,) = torch.autograd.grad(class_log_probability.sum(), images)
     colour = torch.tensor(mean).view(1, 3, 1, 1)
     losses = (gradient * (images.detach() - colour)).sum(1)
     return {"gradient": F.adaptive_avg_pool2d(losses, grid)}
@@ -414,14 +414,14 @@ def curves_of(target: str, wanted: Sequence[str], args: argparse.Namespace) -> t
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
-    wanted = args.rankings.split(",")
-    if not set(wanted) <= set(RANKINGS):
+    ranking_names = args.rankings.split(",")
+    if not set(ranking_names) <= set(RANKINGS):
         raise UsageError(f"--rankings must be some of {', '.join(RANKINGS)}, got {args.rankings}")
     args.output.mkdir(parents=True, exist_ok=True)
     results = []
     points = []
     for target in args.model.split(","):
-        label, curves = curves_of(target, wanted, args)
+        label, curves = curves_of(target, ranking_names, args)
         for of_ranking in curves:
             results.append({"model": label, **of_ranking.row()})
             columns = {score: of_ranking.curve(score).mean(0) for score in SCORES[2:]}

@@ -107,8 +107,10 @@ def run_node(node, inputs: dict[int, torch.Tensor]) -> list:
     if isinstance(node, torch.autograd.function.BackwardCFunction):
         returned = node.apply(*gradients)
         returned = returned if isinstance(returned, tuple) else (returned,)
-        wanted = node.needs_input_grad  # one per argument, also for arguments that are not tensors
-        return [x for x, needed in zip(returned, wanted, strict=True) if needed]
+        needs_grad = (
+            node.needs_input_grad
+        )  # one per argument, also for arguments that are not tensors
+        return [x for x, needed in zip(returned, needs_grad, strict=True) if needed]
     returned = node(*gradients)
     returned = returned if isinstance(returned, tuple) else (returned,)
     edges = zip(returned, node.next_functions, strict=True)

@@ -91,8 +91,8 @@ def launches_of(layer: str, dtype: torch.dtype, capability: tuple[int, int]) -> 
         tables = (torch.empty(2 * H - 1, D), torch.empty(2 * W - 1, D)) if relative else (None,) * 2
         inputs = [q, k, v, *tables, maps, torch.empty(K, K, 3, 3), torch.empty(K), None, None]
         options = (0.5, 1.0, False, D**-0.5, 0.0, H, W, 0)
-        made = triton_attention._run_forward(*inputs, *options, True)
-        triton_attention._run_backward(v, maps, inputs, *made, *options)
+        outputs = triton_attention._run_forward(*inputs, *options, True)
+        triton_attention._run_backward(v, maps, inputs, *outputs, *options)
     return launches
 
 
@@ -103,8 +103,8 @@ def compilations_at_first_use(network: str) -> Counter:
     launched = set()
 
     def launch(kernel, tile, **arguments):
-        given = tuple(name for name, x in arguments.items() if x is not None)
-        launched.add((kernel.__name__, tile, arguments["S"], given))
+        present = tuple(name for name, x in arguments.items() if x is not None)
+        launched.add((kernel.__name__, tile, arguments["S"], present))
 
     def run_forward(*args, **options):
         triton_attention._run_forward(*args, **options)

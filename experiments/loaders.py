@@ -122,9 +122,9 @@ def measure(loader, given: argparse.Namespace) -> dict[str, float]:
     waited = 0.0
     start = time.perf_counter()
     while time.perf_counter() - start < given.seconds:
-        asked = time.perf_counter()
+        request_time = time.perf_counter()
         next(loader)
-        waited += time.perf_counter() - asked
+        waited += time.perf_counter() - request_time
         time.sleep(given.batch_size / given.rate)
     return {"rate": rate, "waits_percent": 100 * waited / (time.perf_counter() - start)}
 
@@ -164,15 +164,15 @@ def measure_in_turns(targets: list[Target], given: argparse.Namespace) -> pd.Dat
         context.Process(target=serve, args=arguments).start()
         theirs.close()  # else recv would wait for ever once the process has ended
         served[target.name].recv()
-    found = []
+    turns = []
     for _ in range(given.rounds):
         for name, connection in served.items():
             connection.send(True)
-            found.append({"loader": name, **connection.recv()})
+            turns.append({"loader": name, **connection.recv()})
     for connection in served.values():
         connection.send(None)
     measured = (
-        pd.DataFrame(found)
+        pd.DataFrame(turns)
         .groupby("loader", sort=False)
         .agg(
             images_per_s=("rate", "median"),
@@ -207,20 +207,20 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cpu")
-    given = parser.parse_args()
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        rows = measure_in_turns(list(targets_of(Path(folder), given)), given)
+        rows = measure_in_turns(list(targets_of(Path(folder), args)), args)
     under = {
-        "rate": given.rate,
-        "workers": given.workers,
-        "batch_size": given.batch_size,
-        "img_size": given.img_size,
-        "rounds": given.rounds,
+        "rate": args.rate,
+        "workers": args.workers,
+        "batch_size": args.batch_size,
+        "img_size": args.img_size,
+        "rounds": args.rounds,
         "torch": torch.__version__,
         "timm": timm.__version__,
-        "hardware": hardware(torch.device(given.device), 1),
+        "hardware": hardware(torch.device(args.device), 1),
     }
-    rows.assign(**under).to_csv(given.csv, index=False)
+    rows.assign(**under).to_csv(args.csv, index=False)
     print(rows.to_string(index=False))
 
 

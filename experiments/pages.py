@@ -233,14 +233,14 @@ LONG_RUNS = (  # label, file of its epochs
 
 def long_runs() -> list[str]:
     """Return the last epoch of each full-size run; accuracies as stored and of six views are the cards' if it ships."""
-    known = pd.read_csv(HEALTHY / "former-accuracy.csv", dtype=str).set_index("run")
+    former = pd.read_csv(HEALTHY / "former-accuracy.csv", dtype=str).set_index("run")
     rows = []
     for label, file in LONG_RUNS:
         path = HERE / file
         last = pd.read_csv(path).iloc[-1]
         accuracies = ["", ""]
-        if path.parent == HEALTHY and path.stem in known.index:
-            accuracies = list(known.loc[path.stem, ["stored", "six_views"]])
+        if path.parent == HEALTHY and path.stem in former.index:
+            accuracies = list(former.loc[path.stem, ["stored", "six_views"]])
         elif path.parent == HEALTHY and path.stem in SHIPPED:
             card = (HERE.parent / "weights" / f"{SHIPPED[path.stem]}.md").read_text(
                 encoding="utf-8"
@@ -344,12 +344,12 @@ def faithfulness() -> list[str]:
     rows = []
     for score in ("comprehensiveness", "sufficiency", "deletion", "insertion"):
         for ranking in table.index.unique("ranking"):
-            of_models = [table.loc[(ranking, model)] for model in SHIPPED_BY_KIND.values()]
+            model_rows = [table.loc[(ranking, model)] for model in SHIPPED_BY_KIND.values()]
             rows.append(
                 [
                     score,
                     ranking,
-                    *(f"{row[score]:.3f} ± {row[f'{score}_se']:.3f}" for row in of_models),
+                    *(f"{row[score]:.3f} ± {row[f'{score}_se']:.3f}" for row in model_rows),
                 ]
             )
     return markdown(["score", "ranking", *SHIPPED_BY_KIND], rows)

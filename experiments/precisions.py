@@ -89,8 +89,8 @@ def main(argv: list[str] | None = None) -> int:
     program = export_program(model, SIZE)
     about = About(args.model, SIZE, mean, std, 1.0, "bilinear", model.num_classes, data.classes)
     every = len(data.train.images) // 128
-    chosen = data.train.images[::every][:128]
-    photos = list(normalised(chosen).split(1))
+    sample = data.train.images[::every][:128]
+    photos = list(normalised(sample).split(1))
     print("| precision | MiB | top-1, % | ms per image, batch 100 |\n| --- | --- | --- | --- |")
     for precision in ("float32", "float16", "int8"):
         with tempfile.TemporaryDirectory() as folder:

@@ -62,11 +62,11 @@ Row = dict[str, Any]
 def tables() -> dict[str, dict[str, Any]]:
     """Return the tables of published.yaml by name. Each row has a label, keywords, its source, recipes by data set, and
     its top1 and top5 in percent by data set."""
-    by_name = {}
+    tables_by_name = {}
     for table in yaml.safe_load((HERE / "published.yaml").read_text(encoding="utf-8")):
         table["rows"] = [_row(table, row) for row in table["rows"]]
-        by_name[table["name"]] = table
-    return by_name
+        tables_by_name[table["name"]] = table
+    return tables_by_name
 
 
 def _row(table: dict[str, Any], row: Row) -> Row:
@@ -171,11 +171,11 @@ def ours(row: Row, data: str) -> str:
     if row["kwargs"]:
         return "not run"
     all_runs = runs()
-    of_row = all_runs[(all_runs["model"] == row["model"]) & (all_runs["data"] == data)]
-    said = []
-    for run in of_row.itertuples():
-        said.append(f"{run.top1:.2f} ({run.epochs} epochs of `{run.recipe}`)")
-    return "; ".join(said) or "not run"
+    runs_of_row = all_runs[(all_runs["model"] == row["model"]) & (all_runs["data"] == data)]
+    lines = []
+    for run in runs_of_row.itertuples():
+        lines.append(f"{run.top1:.2f} ({run.epochs} epochs of `{run.recipe}`)")
+    return "; ".join(lines) or "not run"
 
 
 def digits(values: Iterable[float | None]) -> int:
@@ -195,8 +195,8 @@ def classifiers(table: dict[str, Any], rows: Sequence[Row]) -> list[str]:
     lines = []
     for row in rows:
         for data in row["recipes"]:
-            said = ours(row, data)
-            if data != table["data"][0] and data not in row["top1"] and said == "not run":
+            top1_of_ours = ours(row, data)
+            if data != table["data"][0] and data not in row["top1"] and top1_of_ours == "not run":
                 continue  # the first line says the same
             count = counted(row, data)
             flops = count.paper if table["counting"] == "paper" else count.profiler
@@ -210,7 +210,7 @@ def classifiers(table: dict[str, Any], rows: Sequence[Row]) -> list[str]:
                     "GFLOPs, published": cell(row["gflops"], decimals["gflops"]),
                     "top-1 %, published": cell(row["top1"].get(data), decimals["top1"]),
                     "top-5 %, published": cell(row["top5"].get(data), decimals["top5"]),
-                    "top-1 %, ours": said,
+                    "top-1 %, ours": top1_of_ours,
                 }
             )
     frame = pd.DataFrame(lines)
@@ -397,10 +397,10 @@ def chosen(names: Sequence[str]) -> str:
     Raises:
         UsageError: a name that is neither a network nor a table.
     """
-    known = {*tables(), *[row["model"] for row in _rows()]}
-    for name in set(names) - known:
+    known_names = {*tables(), *[row["model"] for row in _rows()]}
+    for name in set(names) - known_names:
         raise UsageError(
-            f"no row of a paper's table is called {name!r}; {near_matches(name, known, 'names')}"
+            f"no row of a paper's table is called {name!r}; {near_matches(name, known_names, 'names')}"
         )
     parts = []
     for table in tables().values():

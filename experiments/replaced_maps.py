@@ -112,10 +112,14 @@ def logits(
         with ea_vision.record_attention(network.model, parts=("logits", "self_logits")) as maps:
             network.model(batch)
         for number, layer in maps.items():
-            own = layer.self_logits - layer.self_logits.mean(-1, keepdim=True)
+            centred_logits = layer.self_logits - layer.self_logits.mean(-1, keepdim=True)
             entering = layer.logits - layer.logits.mean(-1, keepdim=True)
-            likeness = nn.functional.cosine_similarity(own.flatten(2), entering.flatten(2), dim=-1)
-            figures = torch.stack([deviation(own), deviation(entering), likeness])  # (3, B, K)
+            likeness = nn.functional.cosine_similarity(
+                centred_logits.flatten(2), entering.flatten(2), dim=-1
+            )
+            figures = torch.stack(
+                [deviation(centred_logits), deviation(entering), likeness]
+            )  # (3, B, K)
             sums[number] = sums.get(number, 0) + figures.mean(-1).sum(-1)
     images = sum(len(batch) for batch in batches)
     rows = []

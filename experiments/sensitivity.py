@@ -62,14 +62,14 @@ def table() -> pd.DataFrame:
     for study, (file, first, second, hypotheses, *data) in STUDIES.items():
         top1 = top1_of(HERE / file, *data)
         spread = (top1[first] - top1[second]).std()
-        found = smallest_shown(spread, len(top1), 0.05 / hypotheses)
+        smallest = smallest_shown(spread, len(top1), 0.05 / hypotheses)
         rows.append(
             {
                 "study": study,
                 "comparison": f"{first} - {second}",
                 "seeds": len(top1),
                 "spread": round(spread, 2),
-                "found_at_80_percent": round(found, 2),
+                "found_at_80_percent": round(smallest, 2),
                 "mean_correlation": round(float(mean_correlation(top1)), 1),
             }
         )

@@ -74,9 +74,9 @@ def check(name: str, arguments: Sequence[str]) -> None:
 def check_images(folder: Path, classes: int) -> None:
     """Raise UsageError unless a data folder has training and test images of this many classes."""
     for place in places_of(str(folder)):
-        found = len(ImageFiles(place).classes)
-        if found != classes:
-            raise UsageError(f"{place} must have {classes} classes, got {found}")
+        num_classes = len(ImageFiles(place).classes)
+        if num_classes != classes:
+            raise UsageError(f"{place} must have {classes} classes, got {num_classes}")
 
 
 def train(command: Sequence[str], folder: Path, seed: int) -> dict[str, Any]:

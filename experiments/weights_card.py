@@ -80,10 +80,10 @@ def front_matter(name: str, top1: float, dataset: str) -> list[str]:
 
 def by_update(starts: list[dict], describe: Callable[[dict], str]) -> str:
     """Describe the run's last start and, in brackets, the updates of earlier starts with another description."""
-    said = [(start["update"], describe(start)) for start in starts]
-    if said[0][0] > 1:
-        said.insert(0, (1, "not recorded"))
-    changes = [next(same) for _, same in groupby(said, key=itemgetter(1))]
+    descriptions = [(start["update"], describe(start)) for start in starts]
+    if descriptions[0][0] > 1:
+        descriptions.insert(0, (1, "not recorded"))
+    changes = [next(same) for _, same in groupby(descriptions, key=itemgetter(1))]
     last = changes[-1][1]
     others = []
     for (first, text), (following, _) in pairwise(changes):
@@ -329,10 +329,10 @@ def write_weights(folder: Path, output: Path, data_dir: str, split: str = "") ->
             model.load_state_dict(full)
             result = exact
             dtype = "float32"
-        by_views = None
+        view_accuracy = None
         if tta != "none":
-            by_views = evaluate(model, loader, len(run["classes"]), world, tta=tta)
-    text = card(finished, name, dtype, result, by_views, tta, split)
+            view_accuracy = evaluate(model, loader, len(run["classes"]), world, tta=tta)
+    text = card(finished, name, dtype, result, view_accuracy, tta, split)
     atomic_write(output, encode_weights(state))
     atomic_write(output.with_suffix(".md"), text.encode())
     return f"{name}: top1 {exact.top1:.2f}% in float32, {rounded.top1:.2f}% in float16; written in {dtype}"

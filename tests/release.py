@@ -15,42 +15,44 @@ from tests.process import ROOT
 
 def problems(version, tags, root=ROOT):
     """Return what a release of `version` lacks, one sentence each; the built files lie in root/dist."""
-    found = []
+    missing = []
     changelog = (root / "CHANGELOG.md").read_text(encoding="utf-8")
     if not re.search(rf"^## {re.escape(version)}$", changelog, re.MULTILINE):
-        found.append(f"CHANGELOG.md must have a section '## {version}'")
+        missing.append(f"CHANGELOG.md must have a section '## {version}'")
     citation = (root / "CITATION.cff").read_text(encoding="utf-8")
     if f"\nversion: {version}\n" not in citation:
-        found.append(f"CITATION.cff must say 'version: {version}'")
+        missing.append(f"CITATION.cff must say 'version: {version}'")
     if f"v{version}" not in tags:
-        found.append(f"the commit must have the tag v{version}, got {', '.join(tags) or 'no tag'}")
+        missing.append(
+            f"the commit must have the tag v{version}, got {', '.join(tags) or 'no tag'}"
+        )
     wheel = root / "dist" / f"ea_vision-{version}-py3-none-any.whl"
     if not wheel.is_file():
-        found.append(f"dist must have {wheel.name}")
+        missing.append(f"dist must have {wheel.name}")
     elif not any(name.endswith(".safetensors") for name in zipfile.ZipFile(wheel).namelist()):
-        found.append(f"{wheel.name} must hold the shipped weights")
+        missing.append(f"{wheel.name} must hold the shipped weights")
     sdist = root / "dist" / f"ea_vision-{version}.tar.gz"
     if not sdist.is_file():
-        found.append(f"dist must have {sdist.name}")
+        missing.append(f"dist must have {sdist.name}")
     else:
         with tarfile.open(sdist) as archive:
             names = archive.getnames()
         if f"ea_vision-{version}/tests/release.py" not in names:
-            found.append(f"{sdist.name} must hold the tests")
-    return found
+            missing.append(f"{sdist.name} must hold the tests")
+    return missing
 
 
 def main():
     command = ["git", "tag", "--points-at", "HEAD"]
     tags = subprocess.check_output(command, cwd=ROOT, text=True).split()
-    found = problems(ea_vision.__version__, tags)
-    for sentence in found:
+    missing = problems(ea_vision.__version__, tags)
+    for sentence in missing:
         print(f"error: {sentence}", file=sys.stderr)
-    if not found:
+    if not missing:
         print(
             f"ea_vision {ea_vision.__version__} is ready: push the tag, and the workflow publishes it"
         )
-    return 1 if found else 0
+    return 1 if missing else 0
 
 
 if __name__ == "__main__":

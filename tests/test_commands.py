@@ -29,10 +29,10 @@ def helped(monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", [name, "--help"])
         with pytest.raises(SystemExit) as left:
             sys.exit(call())
-        said = capsys.readouterr()
+        captured = capsys.readouterr()
         assert left.value.code in (0, None)
-        assert not said.err
-        return said.out
+        assert not captured.err
+        return captured.out
 
     return of
 
@@ -77,8 +77,8 @@ def test_a_wrong_command(monkeypatch, capsys):
         ("predict resnet18 a.png --tpo 3", "--tpo", "--top"),
     ):
         assert main(command.split()) == 2
-        said = capsys.readouterr().err
-        assert said.startswith(f"error: unknown argument '{flag}'; did you mean {meant}")
+        captured = capsys.readouterr().err
+        assert captured.startswith(f"error: unknown argument '{flag}'; did you mean {meant}")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -97,13 +97,13 @@ def test_scripts_of_a_checkout_take_the_commands_options(script, helped):
         return re.findall(r"^  (-.*?)(?:  |$)", text, re.MULTILINE)
 
     path = str(ROOT / script)
-    own = helped(f"/checkout/{script}", lambda: runpy.run_path(path, run_name="__main__"))
-    assert own.startswith(f"usage: {script.name} ")
+    options_shown = helped(f"/checkout/{script}", lambda: runpy.run_path(path, run_name="__main__"))
+    assert options_shown.startswith(f"usage: {script.name} ")
     name = script.stem.replace("_", "-")
     if name in COMMANDS:
         command = helped("ea-vision", lambda: main([name, "--help"]))
-        assert options(own) == options(command)
-        assert len(options(own)) > 3
+        assert options(options_shown) == options(command)
+        assert len(options(options_shown)) > 3
 
 
 def test_ctrl_c_while_torch_is_loaded(tmp_path):

@@ -37,17 +37,17 @@ BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 
 def blocks(page, language):
     """Return the page's code blocks of a language, without their indentation."""
-    found = []
+    matches = []
     for indentation, of_language, block in BLOCK.findall(page.read_text(encoding="utf-8")):
         if of_language == language:
             lines = [line.removeprefix(indentation) for line in block.splitlines()]
-            found.append("\n".join(lines))
-    return found
+            matches.append("\n".join(lines))
+    return matches
 
 
 def commands(page):
     """Return the words of each of our commands in the page's shell blocks, beginning with its name."""
-    found = []
+    matches = []
     for block in blocks(page, "sh"):
         for line in block.replace("\\\n", " ").splitlines():
             ours = re.search(r"(?:ea-vision|-m ea_vision) +([a-z][\w-]*.*)", line)
@@ -55,8 +55,8 @@ def commands(page):
                 words = shlex.split(ours[1], comments=True)
                 if words[-1] == "&":  # SLURM's script runs it in the background
                     words.pop()
-                found.append(words)
-    return found
+                matches.append(words)
+    return matches
 
 
 @functools.cache

@@ -137,8 +137,10 @@ def shorten(line):
         if command == "train-cifar" and "--pretrained" in line:  # the weights in the package
             more += " --img-size 32"
         else:
-            own = "ea_conv_transformer_cifar" if command == "train-cifar" else "ea_aa_resnet50"
-            name = here[here.index("--model") + 1] if "--model" in here else own
+            default_model = (
+                "ea_conv_transformer_cifar" if command == "train-cifar" else "ea_aa_resnet50"
+            )
+            name = here[here.index("--model") + 1] if "--model" in here else default_model
             narrow = NARROW.get(name, NARROW["ea_conv_transformer_cifar"])
             more += f" --model-kwargs {narrow}"
         if "scenes" in here:  # a recipe whose images grow

@@ -26,24 +26,24 @@ def floor_of(parts):
 def imports_of(path, inside=True):
     """Return our modules that a file imports (`from a import b` gives a and a.b). inside: also imports in functions."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    found = []
+    modules = []
     for node in ast.walk(tree) if inside else tree.body:
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: absolute imports only"
-            found += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            modules += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
         elif isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
-    ours = [name for name in found if name.startswith("ea_vision.")]
+            modules += [alias.name for alias in node.names]
+    ours = [name for name in modules if name.startswith("ea_vision.")]
     return [name.split(".") for name in ours if name != "ea_vision.__version__"]
 
 
 def test_every_import_points_downwards():
     imports = 0
     for path in ROOT.rglob("*.py"):
-        own = floor_of(path.relative_to(ROOT.parent).with_suffix("").parts)
+        own_floor = floor_of(path.relative_to(ROOT.parent).with_suffix("").parts)
         for module in imports_of(path):
             imports += 1
-            assert floor_of(module) <= own, f"{path} imports {'.'.join(module)}"
+            assert floor_of(module) <= own_floor, f"{path} imports {'.'.join(module)}"
     assert imports > 100
 
 

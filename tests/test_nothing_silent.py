@@ -40,8 +40,8 @@ def test_a_full_disk(line, tmp_path, capsys):
         code = main(line.replace("FILE", f"{tmp_path}/out").split())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    said = capsys.readouterr().err.splitlines()
-    [error] = [line for line in said if line.startswith("error")]
+    captured = capsys.readouterr().err.splitlines()
+    [error] = [line for line in captured if line.startswith("error")]
     assert code == 1
     assert error.startswith(f"error: cannot write {tmp_path}")
     assert "File too large" in error
@@ -54,6 +54,6 @@ def test_an_image_without_a_finite_prediction(monkeypatch, capsys):
     weight.data.fill_(torch.nan)
     monkeypatch.setattr("ea_vision.predict.load_model", lambda *_, **__: broken)
     assert main(["predict", MODEL, "digits#0", "--json", "-"]) == 1
-    said = capsys.readouterr()
-    assert said.err == f"error: {MODEL} gives no finite number for digits#0\n"
-    assert json.loads(said.out)[0]["classes"] == []
+    captured = capsys.readouterr()
+    assert captured.err == f"error: {MODEL} gives no finite number for digits#0\n"
+    assert json.loads(captured.out)[0]["classes"] == []

@@ -50,9 +50,9 @@ def test_classes_are_those_of_timm_s_own_steps(photos, capsys):
     assert [row["image"] for row in rows] == [str(photos / name) for name in names]
     for row in rows:
         shares = {one["name"]: one["probability"] for one in row["classes"]}
-        of_timm = expected(row["image"], 5)
-        assert list(shares) == list(of_timm)
-        assert shares == pytest.approx(of_timm, abs=2e-6)
+        expected_rows = expected(row["image"], 5)
+        assert list(shares) == list(expected_rows)
+        assert shares == pytest.approx(expected_rows, abs=2e-6)
 
 
 def test_paths_from_standard_input_and_a_table(photos, monkeypatch, capsys):
@@ -91,9 +91,9 @@ def test_names_that_are_not_utf8_stop_nothing(photos, tmp_path, monkeypatch, cap
     sys.stdout.reconfigure(errors="strict")
     assert exit_code(lambda: main(command)) == 0
     sys.stdout.reconfigure(errors=before)
-    said = capfd.readouterr().out
-    assert said.count("caf\\udce9.png: ") == 2
-    assert "b.png: " in said
+    printed = capfd.readouterr().out
+    assert printed.count("caf\\udce9.png: ") == 2
+    assert "b.png: " in printed
     rows = json.loads(output.read_text(encoding="utf-8"))
     names = [os.fsencode(row["image"]) for row in rows]
     assert names.count(strange) == 2

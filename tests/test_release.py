@@ -25,7 +25,7 @@ def test_a_whole_release_has_no_problems(tmp_path):
 
 def test_each_missing_part_is_named(tmp_path):
     make_release(tmp_path, "1.2.3")
-    found = "\n".join(problems("1.2.4", ["v1.2.3"], tmp_path))
+    lines = "\n".join(problems("1.2.4", ["v1.2.3"], tmp_path))
     for part in (
         "CHANGELOG.md",
         "CITATION.cff",
@@ -33,4 +33,4 @@ def test_each_missing_part_is_named(tmp_path):
         "1.2.4-py3",
         "1.2.4.tar",
     ):
-        assert part in found
+        assert part in lines

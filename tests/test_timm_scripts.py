@@ -116,10 +116,10 @@ def test_train_and_validate_as_timms_scripts_do(tmp_path, monkeypatch, capsys):
         assert main(f"{tmp_path}/{script} {data} {OPTIONS} {more}".split()) == 0
         return capsys.readouterr().out
 
-    said = run("train.py", f"--output {tmp_path}")
-    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", said)]
-    assert len(losses) == 3, said
+    printed = run("train.py", f"--output {tmp_path}")
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", printed)]
+    assert len(losses) == 3, printed
     assert losses[-1] < losses[0]
-    said = run("validate.py", f"--checkpoint {tmp_path}/model_best.pth.tar")
-    top1 = re.search(r"top1 (\d+\.\d+)", said)[1]
+    printed = run("validate.py", f"--checkpoint {tmp_path}/model_best.pth.tar")
+    top1 = re.search(r"top1 (\d+\.\d+)", printed)[1]
     assert float(top1) > 40  # a third by chance

@@ -73,14 +73,14 @@ def test_it_holds_the_package_and_the_weights_and_nothing_else(wheel):
 
 @pytest.mark.slow
 def test_its_commands_run_outside_the_checkout(installed, tmp_path):
-    own = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(installed)}}
-    out = run([sys.executable, "-c", COMMANDS], **own)
+    process_options = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(installed)}}
+    out = run([sys.executable, "-c", COMMANDS], **process_options)
     assert f"imported {installed / 'ea_vision' / '__init__.py'}" in out
-    made = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
+    sizes = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
     names = "run heads.png shipped.png page.html classes.json summary.csv"
-    assert set(made) == set(names.split())
-    assert made["page.html"] > 50_000
+    assert set(sizes) == set(names.split())
+    assert sizes["page.html"] > 50_000
     assert (tmp_path / "run" / "results.json").is_file()
     summary = (tmp_path / "summary.csv").read_text(encoding="utf-8")
     assert summary.count("ea_conv_transformer_cifar") == 1
-    assert "heatmap" in run([installed / "bin" / "ea-vision", "--help"], **own)
+    assert "heatmap" in run([installed / "bin" / "ea-vision", "--help"], **process_options)

@@ -68,10 +68,10 @@ def read_part(part: Part, folder: Path) -> pd.DataFrame:
         )
     runs = runs[runs["seed"].isin(part.seeds)]
     present = set(zip(runs["variant"], runs["seed"], strict=True))
-    lacking = set(product(part.variants, part.seeds)) - present
-    if lacking:
-        variant, seed = min(lacking)
-        raise UsageError(f"{len(lacking)} runs are missing, the first is {variant}, seed {seed}")
+    missing = set(product(part.variants, part.seeds)) - present
+    if missing:
+        variant, seed = min(missing)
+        raise UsageError(f"{len(missing)} runs are missing, the first is {variant}, seed {seed}")
     return runs
 
 
@@ -83,8 +83,8 @@ def compared(differences: pd.Series, level: float) -> dict[str, float]:
     if len(differences) == 1:
         unknown = dict.fromkeys(("low", "high", "p", "found_at_80_percent"), np.nan)
         return {"seeds": 1, "difference": differences.iloc[0], **unknown}
-    found = smallest_shown(differences.std(), len(differences), level)
-    return {**paired(differences), "found_at_80_percent": round(found, 2)}
+    smallest = smallest_shown(differences.std(), len(differences), level)
+    return {**paired(differences), "found_at_80_percent": round(smallest, 2)}
 
 
 def effects_of(
@@ -117,8 +117,8 @@ def effects_of(
     table["p"] = table["p"].where(table["name"].isin(part.tested))
     tested = table["p"].notna()
     corrected = holm(table["p"][tested], len(part.tested))
-    of_tested = pd.Series(corrected, table.index[tested])
-    table.insert(table.columns.get_loc("p") + 1, "p_holm", of_tested)
+    p_values = pd.Series(corrected, table.index[tested])
+    table.insert(table.columns.get_loc("p") + 1, "p_holm", p_values)
     return table
 
 
@@ -214,7 +214,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     args.output.mkdir(parents=True, exist_ok=True)
-    found: dict[Part, pd.DataFrame] = {}
+    tables: dict[Part, pd.DataFrame] = {}
     times = step_times()
     # (part, variant) with a significant gain; the parts in AFTER are tested only after such a gain
     confirmed: set[tuple[str, str]] = set()
@@ -230,17 +230,17 @@ def main(argv: list[str] | None = None) -> int:
                 part = replace(part, tested=(), described=part.tested)
         write_runs(runs[runs["variant"].isin(part.own)], args.output / f"{part.name}.csv")
         effects = effects_of(part, runs, times)
-        found[part] = effects
+        tables[part] = effects
         gains = effects["difference"].gt(0) & effects["p_holm"].lt(0.05)
         confirmed |= {(part.name, name) for name in effects["name"][gains]}
         print(part.title, f"minus {part.baseline}", "", *effects_table(effects), "", sep="\n")
-    if not found:
+    if not tables:
         raise UsageError(f"no part of the verdict is complete in {args.sweeps}")
-    pd.concat(found.values()).to_csv(args.output / "verdict.csv", index=False)
-    draw(found).savefig(args.output / "verdict.png", dpi=200)
+    pd.concat(tables.values()).to_csv(args.output / "verdict.csv", index=False)
+    draw(tables).savefig(args.output / "verdict.png", dpi=200)
     # the pages give these parts in words, not in the table
     in_words = {"vit-alone", "vit-dear", *SECOND, *THIRD} - {"second-updates"}
-    main_parts = {part: effects for part, effects in found.items() if part.name not in in_words}
+    main_parts = {part: effects for part, effects in tables.items() if part.name not in in_words}
     print(*verdict_table(main_parts), "", sep="\n")
     try:
         print(*sequences_table(args.sweeps), sep="\n")

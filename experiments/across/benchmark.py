@@ -46,13 +46,13 @@ def verdict_networks(name: str) -> dict[str, nn.Module]:
     """Return the verdict's networks by kind, "plain" first, each with its fastest code."""
     network = NETWORKS[name]
     keywords = {**network.keywords, "num_classes": network.classes}
-    made = {}
+    models = {}
     for kind in ("plain", *kinds_of(name)):
         set_fused_attn(kind not in UNFUSED)
-        made[kind] = timm.create_model(
+        models[kind] = timm.create_model(
             network.model, **keywords, **({} if kind == "plain" else mechanism(name, kind))
         )
-    return made
+    return models
 
 
 def rows_of(

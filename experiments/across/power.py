@@ -45,14 +45,14 @@ def achieved() -> pd.DataFrame:
     rows = []
     for name in part.tested:
         spread = (top1[name] - top1[part.baseline]).std()
-        found = power(PLANNED, spread / 2**0.5, seeds, hypotheses)
+        power_of_seeds = power(PLANNED, spread / 2**0.5, seeds, hypotheses)
         too_large = overstated(PLANNED, spread, seeds, hypotheses)
         rows.append(
             {
                 "name": name,
                 "spread": round(spread, 2),
                 "planned_gain": PLANNED,
-                "power": round(found, 2),
+                "power": round(power_of_seeds, 2),
                 "overstated": round(too_large, 1),
             }
         )

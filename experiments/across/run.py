@@ -89,20 +89,20 @@ def main(argv: list[str] | None = None) -> int:
                 f"--only takes a part and one of its own variants, got {name} {variant}: "
                 + "; ".join(f"{part.name}: {', '.join(part.own)}" for part in RUNS.values())
             )
-        wanted = [(RUNS[name], variant, int(seed))]
+        requested = [(RUNS[name], variant, int(seed))]
     else:
-        wanted = []
+        requested = []
         for part in [RUNS[name] for name in args.parts]:
-            wanted += [(part, variant, seed) for seed, variant in product(part.seeds, part.own)]
-    for part in {part.name: part for part, _, _ in wanted}.values():
+            requested += [(part, variant, seed) for seed, variant in product(part.seeds, part.own)]
+    for part in {part.name: part for part, _, _ in requested}.values():
         if data[part.data] is None:
             raise UsageError(f"part {part.name} needs --{part.data} DIR, got none")
-    for name, classes in sorted({(part.data, part.classes) for part, _, _ in wanted}):
+    for name, classes in sorted({(part.data, part.classes) for part, _, _ in requested}):
         sweep.check_images(data[name], classes)
     signal.signal(signal.SIGTERM, sweep.stop)
     args.runs.mkdir(parents=True, exist_ok=True)
     args.output.mkdir(parents=True, exist_ok=True)
-    for part, variant, seed in wanted:
+    for part, variant, seed in requested:
         if not args.only and has_row(part, variant, seed, args.output):
             continue
         run = train(part, variant, seed, args.runs, data)

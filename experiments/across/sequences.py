@@ -113,9 +113,9 @@ def recall(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Return sequences (count, 17), with keys 0 to 15 and values 16 to 31, and the answers, (count)."""
     keys = torch.rand(count, SYMBOLS, generator=generator).argsort(1)[:, :PAIRS]
     values = SYMBOLS + torch.randint(SYMBOLS, (count, PAIRS), generator=generator)
-    asked = torch.randint(PAIRS, (count, 1), generator=generator)
+    key = torch.randint(PAIRS, (count, 1), generator=generator)
     pairs = torch.stack([keys, values], dim=2).flatten(1)
-    return torch.cat([pairs, keys.gather(1, asked)], dim=1), values.gather(1, asked)[:, 0]
+    return torch.cat([pairs, keys.gather(1, key)], dim=1), values.gather(1, key)[:, 0]
 
 
 def batches(task: str, seed: int, text: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
@@ -213,10 +213,12 @@ def main(argv: list[str] | None = None) -> None:
     if not set(kinds) <= set(all_kinds):  # other kinds would read masked tokens
         parser.error(f"{args.task} takes the kinds {', '.join(all_kinds)}, got {' '.join(kinds)}")
     rows = list(csv.DictReader(args.csv.open(encoding="utf-8"))) if args.csv.exists() else []
-    known = {(row["task"], row["variant"], int(row["seed"]), int(row["updates"])) for row in rows}
+    rows_done = {
+        (row["task"], row["variant"], int(row["seed"]), int(row["updates"])) for row in rows
+    }
     for seed in args.seeds:
         for kind in kinds:
-            if (args.task, kind, seed, args.updates or UPDATES[args.task]) in known:
+            if (args.task, kind, seed, args.updates or UPDATES[args.task]) in rows_done:
                 continue
             rows.append(train(args.task, kind, seed, args.updates))
             print(*rows[-1].values(), flush=True)

@@ -98,13 +98,13 @@ def main(argv: list[str] | None = None) -> int:
     for seed in args.seeds:
         for data, data_dir in folders.items():
             for network in args.networks:
-                known = rows(args.rows)
-                same = (known["data"] == data) & (known["network"] == network)
-                if (same & (known["seed"] == seed)).any():
+                rows_done = rows(args.rows)
+                same = (rows_done["data"] == data) & (rows_done["network"] == network)
+                if (same & (rows_done["seed"] == seed)).any():
                     continue
                 folder = args.runs / f"{data},{network},{seed}"
                 row = make(data, network, seed, folder, data_dir, device)
-                table = pd.concat([known, pd.DataFrame([row])])
+                table = pd.concat([rows_done, pd.DataFrame([row])])
                 table.to_csv(args.rows, index=False)
                 print(row, flush=True)
     return 0

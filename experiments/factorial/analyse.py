@@ -67,9 +67,9 @@ def analysed(sources: dict[str, pd.DataFrame]) -> pd.DataFrame:
             effects = pd.concat([effects, time], ignore_index=True)
         fresh.append(effects.assign(data=data, seeds="5 to 9"))
         earlier = by_variant(read_runs(EARLIER / f"{data}-runs.csv"))
-        of_ten = factorial(pd.concat([earlier[CELLS], top1[CELLS]]), FACTORS, 0.01)
+        ten_seeds = factorial(pd.concat([earlier[CELLS], top1[CELLS]]), FACTORS, 0.01)
         seeds = "0 to 9, partly after the fact"
-        both.append(of_ten.assign(data=data, seeds=seeds, p=np.nan, p_holm=np.nan))
+        both.append(ten_seeds.assign(data=data, seeds=seeds, p=np.nan, p_holm=np.nan))
     table = pd.concat([*fresh, *both], ignore_index=True)
     table.insert(0, "data", table.pop("data"))
     for names, hypotheses in ((list(FACTORS), HYPOTHESES), ([f"EA - {LONGER}"], TIME_HYPOTHESES)):

@@ -87,10 +87,10 @@ def statistics(network: LoadedModel, photos: list[Path]) -> list[LayerQuantities
 def save_statistics(weights: Path, runs: Path) -> None:
     """Write each network's entropy and distance by layer and head, over 200 validation photos."""
     photos = sorted((runs / "data" / "val").rglob("*.jpg"))
-    chosen = photos[:: len(photos) // 200][:200]
+    sample = photos[:: len(photos) // 200][:200]
     measured = {}
     for way, network in networks(weights, runs, TUNED_SIDE).items():
-        measured[way] = statistics(network, chosen)
+        measured[way] = statistics(network, sample)
     atomic_write(RESULTS / "finetune-scenes-maps.csv", quantities_csv(measured).encode())
 
 
@@ -99,8 +99,8 @@ def save_maps(seen: dict[str, Recording]) -> None:
     kept = {}
     for way, maps in seen.items():
         kept[way] = np.stack([maps.query_map(layer, QUERY, "mean") for layer in maps.maps])
-    by_head = [seen["before"].query_map(12, "cls", head) for head in range(HEADS)]
-    kept["cls"] = np.stack(by_head)
+    head_maps = [seen["before"].query_map(12, "cls", head) for head in range(HEADS)]
+    kept["cls"] = np.stack(head_maps)
     halved = {name: maps.astype(np.float16) for name, maps in kept.items()}
     np.savez_compressed(RESULTS / "pretrained-maps.npz", **halved)
 

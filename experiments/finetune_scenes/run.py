@@ -49,8 +49,8 @@ def resized(weights: dict[str, Tensor], patches: int) -> dict[str, Tensor]:
         )
     grid = table[:, 1:].unflatten(1, (side, side)).permute(0, 3, 1, 2)
     grid = F.interpolate(grid, size=(patches, patches), mode="bicubic", align_corners=False)
-    of_patches = grid.flatten(2).transpose(1, 2)
-    return {**weights, "pos_embed": torch.cat([table[:, :1], of_patches], 1).contiguous()}
+    position_grid = grid.flatten(2).transpose(1, 2)
+    return {**weights, "pos_embed": torch.cat([table[:, :1], position_grid], 1).contiguous()}
 
 
 def start_of(weights: Path, classes: int) -> dict[str, Tensor]:
@@ -133,15 +133,15 @@ def row_of(way: str, seed: int, output: Path, top1: float) -> dict[str, str | in
 
 def tested_runs(runs: Path, ways: Iterable[str], data: Path) -> list[dict[str, str | int | float]]:
     """Return the tested runs of a folder, seed by seed, as rows of the file that experiments.evidence reads."""
-    found = {}
+    tested = {}
     for report in runs.glob("*/test/evaluation.json"):
         output = report.parents[1]
         way, _, seed = output.name.rpartition("-")
-        found[int(seed), way] = output
+        tested[int(seed), way] = output
     rows = []
-    for seed, way in product(sorted({seed for seed, _ in found}), ways):
-        if (seed, way) in found:
-            output = found[seed, way]
+    for seed, way in product(sorted({seed for seed, _ in tested}), ways):
+        if (seed, way) in tested:
+            output = tested[seed, way]
             rows.append(row_of(way, seed, output, test(output, data)))
     return rows
 

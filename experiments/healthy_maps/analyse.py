@@ -27,7 +27,7 @@ def run_of(folder: Path, without: dict[str, pd.DataFrame]) -> dict:
     """Return a run's row. without: the runs without the norm, by data set."""
     run = read_run(folder)
     last = pd.read_csv(folder / "metrics.csv").iloc[-1]
-    of_maps = [name for name in last.index if name.startswith(("entropy", "largest"))]
+    map_columns = [name for name in last.index if name.startswith(("entropy", "largest"))]
     network = folder.name.removeprefix("variant=").partition(" norm")[0]
     data = f"cifar{len(read_config(folder)[1]['classes'])}"
     others = without[data]
@@ -41,7 +41,7 @@ def run_of(folder: Path, without: dict[str, pd.DataFrame]) -> dict:
         "train_loss": run["train_loss"],
         "updates": run["updates"],
         "fingerprint": run["data"],
-        **{name: round(last[name], 3) for name in of_maps},
+        **{name: round(last[name], 3) for name in map_columns},
     }
 
 

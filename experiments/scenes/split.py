@@ -34,7 +34,7 @@ def read_labels(path: Path) -> dict[str, str]:
     Raises:
         ValueError: a row without a name or with another label than 0 to 5.
     """
-    found = {}
+    labels = {}
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
             name = row.get("image_name")
@@ -44,8 +44,8 @@ def read_labels(path: Path) -> dict[str, str]:
                     f"{path}: an image_name and a label from 0 to {len(CLASSES) - 1} are required, "
                     f"got {row}"
                 )
-            found[name] = CLASSES[int(label)]
-    return found
+            labels[name] = CLASSES[int(label)]
+    return labels
 
 
 def split(names: list[str]) -> dict[str, list[str]]:

@@ -130,15 +130,15 @@ def read(folder: Path, limit: int | None) -> tuple[dict[str, list[Sentence]], in
         lines = (folder / f"sst_{split}.txt").read_text(encoding="utf-8").splitlines()
         texts[split] = [line.lower().split() for line in lines[:limit]]
     counts = Counter(word for line in texts["train"] for word in line[1:])
-    known = sorted(word for word, count in counts.items() if count > 1)
-    numbers = {word: number for number, word in enumerate(known, start=2)}
+    vocabulary = sorted(word for word, count in counts.items() if count > 1)
+    numbers = {word: number for number, word in enumerate(vocabulary, start=2)}
     data = {}
     for split, lines in texts.items():
         data[split] = []
         for label, *words in lines:
             ids = [numbers.get(word, UNKNOWN) for word in words[:LENGTH]]
             data[split].append((ids, int(label.removeprefix("__label__")) - 1))
-    return data, len(known) + 2
+    return data, len(vocabulary) + 2
 
 
 def batches(sentences: list[Sentence], generator: torch.Generator | None) -> list:
@@ -147,15 +147,18 @@ def batches(sentences: list[Sentence], generator: torch.Generator | None) -> lis
     if generator is not None:
         order = torch.randperm(len(sentences), generator=generator).tolist()
     order.sort(key=lambda index: len(sentences[index][0]))  # stable: equal lengths stay shuffled
-    made = []
+    padded_batches = []
     for first in range(0, len(order), BATCH):
-        chosen = [sentences[index] for index in order[first : first + BATCH]]
-        ids = [torch.tensor(words) for words, _ in chosen]
+        batch = [sentences[index] for index in order[first : first + BATCH]]
+        ids = [torch.tensor(words) for words, _ in batch]
         padded = nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=PAD)
-        made.append((padded, torch.tensor([label for _, label in chosen])))
+        padded_batches.append((padded, torch.tensor([label for _, label in batch])))
     if generator is None:
-        return made
-    return [made[index] for index in torch.randperm(len(made), generator=generator).tolist()]
+        return padded_batches
+    return [
+        padded_batches[index]
+        for index in torch.randperm(len(padded_batches), generator=generator).tolist()
+    ]
 
 
 @torch.no_grad()
@@ -250,7 +253,7 @@ def main(argv: list[str] | None = None) -> int:
     source = fingerprint(args.sst)
     if not args.trial and not set(rows.get("data", ())) <= {source}:
         raise UsageError(f"{args.rows} has rows of other sentences than those in {args.sst}")
-    made = set(zip(rows["network"], rows["seed"], strict=True))
+    done = set(zip(rows["network"], rows["seed"], strict=True))
     data, words = read(args.sst, 200 if args.trial else None)
     epochs = 1 if args.trial else EPOCHS
     device = choose_device(args.device)
@@ -258,7 +261,7 @@ def main(argv: list[str] | None = None) -> int:
         (data, words, network, seed, epochs, device)
         for seed in (SEEDS[:1] if args.trial else SEEDS)
         for network in NETWORKS
-        if args.trial or (network, seed) not in made
+        if args.trial or (network, seed) not in done
     ]
     with get_context("spawn").Pool(args.jobs) as pool:
         for row in pool.imap_unordered(make, tasks):

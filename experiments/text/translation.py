@@ -109,8 +109,8 @@ def train(model: nn.Module, numbers: Tensor, steps: int) -> list[float]:
     losses = []
     model.train()
     for _ in range(steps):
-        chosen = numbers[torch.randint(len(numbers), (BATCH,), generator=generator)]
-        loss = model(**batch_of(chosen.tolist())).loss
+        batch = numbers[torch.randint(len(numbers), (BATCH,), generator=generator)]
+        loss = model(**batch_of(batch.tolist())).loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

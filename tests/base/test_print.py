@@ -80,12 +80,13 @@ def test_names_of_detections_are_in_a_font_that_has_their_letters(font):
     assert texts.font_file("cat 0.93").endswith("DejaVuSans-Bold.ttf")
     assert texts.font_file(f"{CAT} cat").endswith("DejaVuSans-Bold.ttf")
     image = torch.zeros(3, 640, 640, dtype=torch.uint8)
-    found = {
+    detections = {
         "boxes": torch.tensor([[300.0, 300.0, 600.0, 600.0]]),
         "scores": torch.tensor([0.93]),
         "labels": torch.tensor([0]),
     }
     drawn = [
-        draw_detections(image, found, [name]) for name in (CAT, "\N{CJK UNIFIED IDEOGRAPH-72AC}")
+        draw_detections(image, detections, [name])
+        for name in (CAT, "\N{CJK UNIFIED IDEOGRAPH-72AC}")
     ]
     assert not torch.equal(*drawn)

@@ -54,12 +54,15 @@ def test_what_a_killed_writer_left_is_removed_at_the_next_start(tmp_path):
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     out = tmp_path / "train.beton"
-    own = write_ffcv._temporary(out).name
-    left = own.replace(str(os.getpid()), str(dead.pid))
-    kept = [own.replace(str(os.getpid()), str(os.getppid())), ".train.beton.elsewhere-1.tmp"]
+    temporary_name = write_ffcv._temporary(out).name
+    left = temporary_name.replace(str(os.getpid()), str(dead.pid))
+    kept = [
+        temporary_name.replace(str(os.getpid()), str(os.getppid())),
+        ".train.beton.elsewhere-1.tmp",
+    ]
     for name in (left, *kept):
         (tmp_path / name).touch()
-    assert write_ffcv._temporary(out).name == own
+    assert write_ffcv._temporary(out).name == temporary_name
     assert sorted(os.listdir(tmp_path)) == sorted(kept)
 
 
@@ -209,9 +212,9 @@ def test_broken_images_stop_the_writing_and_are_all_named(tmp_path, capsys):
     Image.new("L", (1, 4000)).save(root / "train/class_2/narrow.png")
     assert write(root, out) == 2
     assert not list(out.parent.iterdir())
-    said = capsys.readouterr().err
-    assert "2 of 11 images cannot be decoded" in said
-    assert all(str(path) in said for path in broken)
+    errors = capsys.readouterr().err
+    assert "2 of 11 images cannot be decoded" in errors
+    assert all(str(path) in errors for path in broken)
     for path in broken:
         path.unlink()
     assert write(root, out) == 0

@@ -38,9 +38,9 @@ def folder(tmp_path):
 
 def lines(caplog):
     """Return what was said since the last call."""
-    found = list(caplog.messages)
+    report = list(caplog.messages)
     caplog.clear()
-    return found
+    return report
 
 
 @pytest.mark.parametrize("name", HIDDEN)

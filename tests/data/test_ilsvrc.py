@@ -26,10 +26,10 @@ def put(folder, in_classes=False):
 def labels_of(source):
     """Class by name of the image."""
     files = ImageFiles(source)
-    found = {}
+    labels = {}
     for name, target in zip(files.names, files.targets, strict=True):
-        found[Path(name).name] = files.classes[target]
-    return found
+        labels[Path(name).name] = files.classes[target]
+    return labels
 
 
 def kaggle(path):

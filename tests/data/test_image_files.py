@@ -298,10 +298,10 @@ def test_twelve_bits_in_a_file_of_sixteen_are_said(tmp_path, caplog):
         )
         assert not lines or f"image {folder / 'x.png'} has 16 bits per channel" in caplog.text
         if bits == 8:
-            said = (
+            message = (
                 f"image {folder / 'x.png'} has 16 bits per channel and no value above 255: if its"
             )
-            assert caplog.text.count(said) == 1
+            assert caplog.text.count(message) == 1
         caplog.clear()
     to_rgb(Image.new("I;16", (4, 4)))
     assert not caplog.text, "a black image is no mistake"

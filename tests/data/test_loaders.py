@@ -96,12 +96,12 @@ def test_repeated_augmentation_is_timms(images, batch_size, processes, times):
         used = len(share) * batch_size * processes
         assert torch.equal(share.repeated(order, 1)[0], order[:used])
         repeated, copies = share.repeated(order, times)
-        own = torch.cat([repeated[places] for places in share.train_places()])
+        indices_of_share = torch.cat([repeated[places] for places in share.train_places()])
         sampler = RepeatAugSampler(
             range(images), processes, rank, num_repeats=times, selected_round=0
         )
         sampler.set_epoch(epoch_generator(5, 2).initial_seed())
-        assert own.tolist() == list(sampler)[: len(own)]
+        assert indices_of_share.tolist() == list(sampler)[: len(indices_of_share)]
         counts = Counter(repeated.tolist())
         assert len(repeated) == used
         assert sorted(counts.values())[1:] == [times] * (len(counts) - 1)
@@ -111,13 +111,13 @@ def test_repeated_augmentation_is_timms(images, batch_size, processes, times):
 def on_two(source, kind, epoch, first, **more):
     """Return an epoch's batches from batch `first` on, as seen by one process and by two processes together."""
     whole = list(loader(source, kind, 8, **more).batches(epoch))
-    of_rank = []
+    indices = []
     for rank in (0, 1):
         there = {"workers": 2, "rank": rank, "world_size": 2}
         part = loader(source, kind, 4, **there, **more)
-        of_rank.append(part.batches(epoch, first))
+        indices.append(part.batches(epoch, first))
     together = []
-    for pair in zip(*of_rank, strict=True):
+    for pair in zip(*indices, strict=True):
         together.append([torch.cat(both) for both in zip(*pair, strict=True)])
     return whole, together
 
@@ -126,13 +126,13 @@ def on_two(source, kind, epoch, first, **more):
 def test_images_depend_on_seed_and_epoch_only(sources, kind):
     """Not on the number of workers or processes, the batch at which the epoch is entered, or loaders used before."""
     source = sources[kind]
-    of_torch = torch.get_rng_state()
+    torch_state = torch.get_rng_state()
     _, of_numpy, *_ = np.random.get_state()
     used = loader(source, kind, 8)
     next(used.batches(0))
     again = list(used.batches(3))
     whole, halves = on_two(source, kind, 3, first=1)
-    assert torch.equal(of_torch, torch.get_rng_state())
+    assert torch.equal(torch_state, torch.get_rng_state())
     _, after, *_ = np.random.get_state()
     assert np.array_equal(of_numpy, after)
     assert len(whole) == 5
@@ -190,12 +190,12 @@ def test_sizes_are_ffcvs():
         size_of = GrowingSize(first, last, start, end)
         for epoch in range(90):  # ffcv-imagenet's get_resolution
             side = np.interp([epoch], [start, end], [first, last])[0]
-            wanted = int(np.round(side / 32)) * 32
+            expected = int(np.round(side / 32)) * 32
             if epoch >= end:
-                wanted = last
+                expected = last
             elif epoch <= start:
-                wanted = first
-            assert size_of(epoch) == wanted
+                expected = first
+            assert size_of(epoch) == expected
 
 
 @pytest.mark.parametrize(
@@ -232,8 +232,8 @@ def test_evaluation_pixels_are_timms(sources):
         16, crop_pct=0.8, interpolation="bilinear", mean=MEAN, std=STD
     )
     images = [sources["eval"].read(index)[0] for index in range(13)]
-    wanted = torch.stack([transform(image) for image in images])
-    assert torch.allclose(batch.images, wanted, atol=1e-5)
+    expected = torch.stack([transform(image) for image in images])
+    assert torch.allclose(batch.images, expected, atol=1e-5)
 
 
 def test_unreadable_images_are_named_and_replaced(tmp_path):

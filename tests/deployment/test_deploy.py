@@ -35,8 +35,8 @@ NORMS = nn.modules.batchnorm._BatchNorm
 def small(name, **options):
     """A network in evaluation mode whose statistics, biases and gates differ from their initial values."""
     torch.manual_seed(3)
-    of_family = SMALL.get(zoo.family(name), {})
-    model = zoo.lively(name, **{**of_family, **options}).eval()
+    family_kwargs = SMALL.get(zoo.family(name), {})
+    model = zoo.lively(name, **{**family_kwargs, **options}).eval()
     for module in model.modules():
         if isinstance(module, NORMS):
             nn.init.uniform_(module.running_mean, -0.1, 0.1)
@@ -99,9 +99,9 @@ def sizes_of(name):
 
 def difference(model, other, images):
     with torch.no_grad():
-        wanted = model(images.to(next(model.parameters()).dtype))
-        largest = (other(images) - wanted).abs().max()
-        return float(largest / wanted.abs().max())
+        expected = model(images.to(next(model.parameters()).dtype))
+        largest = (other(images) - expected).abs().max()
+        return float(largest / expected.abs().max())
 
 
 def check(model, name, monkeypatch):

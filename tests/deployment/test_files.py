@@ -171,8 +171,8 @@ def test_outputs_that_are_all_zero_agree(tmp_path):
     path = tmp_path / "net.pt2"
     write(export_program(model, (4, 4)), path, about(model, (4, 4)))
     loaded = LoadedModel(model, "zeros", Preparation((4, 4)))
-    said = export.compare(loaded, [torch.rand(3, 4, 4)], path)
-    assert said.startswith("same class on 1 of 1 image(s), largest difference 0.0e+00")
+    comparison = export.compare(loaded, [torch.rand(3, 4, 4)], path)
+    assert comparison.startswith("same class on 1 of 1 image(s), largest difference 0.0e+00")
 
 
 @pytest.fixture(scope="module")
@@ -277,8 +277,8 @@ def test_an_onnx_file_is_one_that_others_read(tiny):
     [logits] = session.get_outputs()
     assert images.shape == ["batch", 3, 8, 8]
     assert logits.shape == ["batch", 10]
-    said = session.get_modelmeta().custom_metadata_map
-    assert json.loads(said["classes"])[9] == "class 9"
+    metadata = session.get_modelmeta().custom_metadata_map
+    assert json.loads(metadata["classes"])[9] == "class 9"
     network = ExportedNetwork(path)
     message = r"images of shape \(B, 3, 8, 8\) are required, got \(1, 3, 8, 9\)"
     with pytest.raises(ValueError, match=message):

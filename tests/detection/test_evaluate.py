@@ -57,19 +57,19 @@ TRUTH = {
 
 
 def as_detections(annotations):
-    found = []
+    detections = []
     for row in annotations:
         detection = {key: row[key] for key in ("image_id", "category_id", "bbox")}
-        found.append({**detection, "score": 0.9})
-    return found
+        detections.append({**detection, "score": 0.9})
+    return detections
 
 
 def test_ground_truth_scores_all():
     before = repr(TRUTH)
-    found = as_detections(TRUTH["annotations"])
-    measures, per_class = coco_metrics(TRUTH, found)
+    detections = as_detections(TRUTH["annotations"])
+    measures, per_class = coco_metrics(TRUTH, detections)
     assert repr(TRUTH) == before, "what is given is left as it is"
-    assert found == as_detections(TRUTH["annotations"])
+    assert detections == as_detections(TRUTH["annotations"])
     assert measures == pytest.approx(dict.fromkeys(MEASURES, 100.0))
     assert per_class == [
         {"class": "cat", "objects": 2, "AP": 100.0, "AP50": 100.0},
@@ -91,11 +91,11 @@ def test_no_detections_score_0_and_measures_without_objects_are_nan():
 
 
 def test_detections_in_a_crowd_do_not_count():
-    found = as_detections(TRUTH["annotations"][:3])
+    detections = as_detections(TRUTH["annotations"][:3])
     inside = {"image_id": 2, "category_id": 3, "bbox": [155, 155, 30, 30], "score": 0.95}
-    assert coco_metrics(TRUTH, [*found, inside])[0]["AP"] == pytest.approx(100)
+    assert coco_metrics(TRUTH, [*detections, inside])[0]["AP"] == pytest.approx(100)
     beside = {**inside, "bbox": [100, 160, 30, 30]}
-    assert coco_metrics(TRUTH, [*found, beside])[0]["AP"] < 100
+    assert coco_metrics(TRUTH, [*detections, beside])[0]["AP"] < 100
 
 
 class Perfect(torch.nn.Module):
@@ -106,20 +106,20 @@ class Perfect(torch.nn.Module):
         self.left = [source[index][1] for index in range(len(source)) if index not in broken]
 
     def forward(self, images):
-        found = []
+        detections = []
         for _ in range(len(images)):
             target = self.left.pop(0)
             boxes = target["boxes"] * images.shape[-1] / max(target["size"])
             scores = torch.full((len(boxes),), 0.9)
-            found.append({"boxes": boxes, "labels": target["labels"], "scores": scores})
-        return found
+            detections.append({"boxes": boxes, "labels": target["labels"], "scores": scores})
+        return detections
 
 
 @pytest.mark.parametrize("broken", [(), (2, 5), range(7)], ids=len)
 def test_boxes_of_images_that_cannot_be_read_are_left_out(tmp_path, broken):
     make_boxes(tmp_path / "data", val=7)
     data = CocoFolder(tmp_path / "data", "val")
-    given = (
+    arguments = (
         Perfect(data, broken),
         box_loader(BoxEvalLoader, data, eval_transform, img_size=64),
         3,
@@ -132,9 +132,9 @@ def test_boxes_of_images_that_cannot_be_read_are_left_out(tmp_path, broken):
         with pytest.raises(
             RunError, match="images with boxes are required, got 0 readable of 7 images"
         ):
-            evaluate(*given)
+            evaluate(*arguments)
         return
-    result = evaluate(*given)
+    result = evaluate(*arguments)
     lost = sum(len(data.annotations[index]) for index in broken)
     assert result.measures["AP"] == pytest.approx(100)
     assert result.images == 7 - len(broken)

@@ -126,15 +126,17 @@ def test_gamma_and_the_huber_loss_are_the_formulas():
     losses = -share * (1 - right) ** 1.2 * right.log()
     expected = losses[match > -2].sum()
     head = small_detector("resnet18", gamma=1.2, focal_alpha=0.3, box_loss="huber").head
-    found = head.classification_head.compute_loss([target], {"cls_logits": logits[None]}, [match])
-    assert_close(found, expected)
+    computed = head.classification_head.compute_loss(
+        [target], {"cls_logits": logits[None]}, [match]
+    )
+    assert_close(computed, expected)
     offsets[0] = torch.tensor([0.05, 0.3, 0, 0])
-    found = head.regression_head.compute_loss(
+    computed = head.regression_head.compute_loss(
         [target], {"bbox_regression": offsets[None]}, [target["boxes"].expand(5, 4)], [match]
     )
     small = 0.5 * 0.05**2
     large = 0.1 * (0.3 - 0.05)
-    assert found.item() == pytest.approx(50 * (small + large) / 4)
+    assert computed.item() == pytest.approx(50 * (small + large) / 4)
 
 
 def test_frozen_norms_do_not_move():

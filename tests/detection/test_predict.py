@@ -47,8 +47,8 @@ def model(run) -> DetectorModel:
 def test_boxes_are_in_pixels_of_the_image(model, photos):
     """Compared with the detector's own resizing, which pads in the same way and is exact if nothing is scaled."""
     images = [Image.open(photos / name) for name in SIZES]
-    found = list(detect(model.model, images, batch_size=2))
-    for one, (H, W) in zip(found, SIZES.values(), strict=True):
+    detections = list(detect(model.model, images, batch_size=2))
+    for one, (H, W) in zip(detections, SIZES.values(), strict=True):
         boxes = one["boxes"]
         assert len(boxes)
         assert boxes.min() >= 0
@@ -56,27 +56,27 @@ def test_boxes_are_in_pixels_of_the_image(model, photos):
         assert boxes[:, 1::2].max() <= H
         assert one["scores"].tolist() == sorted(one["scores"].tolist(), reverse=True)
     with torch.inference_mode():
-        own = model.model([pil_to_tensor(images[0]) / 255])[0]
-    torch.testing.assert_close(found[0], own, atol=1e-4, rtol=0)
+        expected = model.model([pil_to_tensor(images[0]) / 255])[0]
+    torch.testing.assert_close(detections[0], expected, atol=1e-4, rtol=0)
     [double] = model.detect([images[0].resize((128, 128), Image.Resampling.NEAREST)])
-    distances = double["boxes"][:20] - 2 * found[0]["boxes"][0]
+    distances = double["boxes"][:20] - 2 * detections[0]["boxes"][0]
     assert distances.abs().amax(1).min() < 1.5
 
 
 def test_drawn_boxes_lie_where_they_were_found():
-    found = {
+    detections = {
         "boxes": torch.tensor([[10.0, 12, 50, 72], [60, 20, 100, 60]]),
         "scores": torch.tensor([0.9, 0.6]),
         "labels": torch.tensor([1, 0]),
     }
-    drawn = draw_detections(torch.full((3, 80, 120), 90, dtype=torch.uint8), found, CLASSES)
+    drawn = draw_detections(torch.full((3, 80, 120), 90, dtype=torch.uint8), detections, CLASSES)
     assert drawn.shape == (3, 427, 640)
     for color, x1, x2, y in (((0, 114, 178), 10, 50, 66), ((213, 94, 0), 60, 100, 55)):
         row = drawn[:, y * 640 // 120]  # (3, W)
-        of_color = (row == torch.tensor(color)[:, None]).all(0)
-        columns = of_color.nonzero() * 120 / 640
+        has_color = (row == torch.tensor(color)[:, None]).all(0)
+        columns = has_color.nonzero() * 120 / 640
         assert (columns.min(), columns.max()) == pytest.approx((x1, x2), abs=1)
-    nothing = {name: part[:0] for name, part in found.items()}
+    nothing = {name: part[:0] for name, part in detections.items()}
     assert torch.equal(draw_detections(drawn, nothing, CLASSES), drawn)
 
 
@@ -108,9 +108,9 @@ def test_the_command_writes_results_and_pictures(run, model, photos, tmp_path, c
     (folder / "broken.png").write_bytes(b"none")
     words = f"predict {run} {folder} --json {results} -o {drawn} --min-score 0.5 --device cpu"
     assert commands.main(words.split()) == 1
-    said = capsys.readouterr()
-    assert said.err.count("error: ") == 1
-    assert "broken.png cannot be read" in said.err
+    captured = capsys.readouterr()
+    assert captured.err.count("error: ") == 1
+    assert "broken.png cannot be read" in captured.err
     for name in ("2-same", "3-tall", "4-wide"):
         assert Image.open(drawn / f"{name}.png").width >= 373
     rows = json.loads(results.read_text())
@@ -121,7 +121,7 @@ def test_the_command_writes_results_and_pictures(run, model, photos, tmp_path, c
     bbox = box_convert(found["boxes"][0], "xyxy", "xywh").tolist()
     first, *_ = [row for row in rows if "wide" in row["image_id"]]
     assert first["bbox"] == pytest.approx(bbox, abs=1e-3)
-    assert f"wide.png: {CLASSES[found['labels'][0]]} {found['scores'][0]:.2f}" in said.out
+    assert f"wide.png: {CLASSES[found['labels'][0]]} {found['scores'][0]:.2f}" in captured.out
 
 
 @pytest.mark.parametrize("option", ["-o {folder}", "--json {image}"])
@@ -145,9 +145,9 @@ def test_outputs_that_are_not_finite_are_an_error_of_the_image(
     last.bias.data.fill_(torch.inf)
     monkeypatch.setattr("ea_vision.predict.load_model", lambda *_, **__: broken)
     assert commands.main(["predict", str(run), str(photos / "wide.png"), "--json", "-"]) == 1
-    said = capsys.readouterr()
-    assert json.loads(said.out) == []
-    assert "gives no finite number for" in said.err
+    captured = capsys.readouterr()
+    assert json.loads(captured.out) == []
+    assert "gives no finite number for" in captured.err
 
 
 NO_CLASSES = "a network that classifies images is required, but ea_aa_resnet34, mine detects"

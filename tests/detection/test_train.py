@@ -66,8 +66,8 @@ def test_compile_is_of_backbone_and_heads(monkeypatch):
         return compile_(call, backend="aot_eager", dynamic=dynamic)
 
     monkeypatch.setattr(torch, "compile", eager_compile)
-    given = {"recipe": "none", "compile": True, "compile_mode": "reduce-overhead"}
-    config = resolve(train.DetectionConfig, given)
+    options = {"recipe": "none", "compile": True, "compile_mode": "reduce-overhead"}
+    config = resolve(train.DetectionConfig, options)
     model = create_detector("test_resnet", 2, 64, fpn_channels=16, head_convs=1)
     images = torch.rand(2, 3, 64, 64)
     expected = train.DetectionTrainer.loss_on_noise(model, images)
@@ -174,8 +174,8 @@ def test_backbones_begin_with_weights_of_classification(data, tmp_path):
     )
     path.write_bytes(encode_weights(classifier.state_dict()))
     model, _ = begin(model="aa_resnet34", model_kwargs={**layers, "min_head_qk": 20})
-    own = model.backbone.body.model.layer4[0].conv1
-    assert torch.equal(own.conv.weight, classifier.layer4[0].conv1.conv.weight)
+    backbone_conv = model.backbone.body.model.layer4[0].conv1
+    assert torch.equal(backbone_conv.conv.weight, classifier.layer4[0].conv1.conv.weight)
     with pytest.raises(
         UsageError, match="do not fit aa_resnet34: .* min_head_qk=20 gives a detector the same$"
     ):
@@ -204,9 +204,9 @@ World = None  # what only loaders ask
     ],
 )
 def test_errors_are_one_line(data, tmp_path, more, message):
-    given = arguments(data, tmp_path / "run", more.replace("{data}", str(data)))
+    options = arguments(data, tmp_path / "run", more.replace("{data}", str(data)))
     with pytest.raises(UsageError, match=message):
-        train.main(given[given.index("--recipe") :] if "--evaluate" in more else given)
+        train.main(options[options.index("--recipe") :] if "--evaluate" in more else options)
     assert not os.path.exists(tmp_path / "run")
 
 

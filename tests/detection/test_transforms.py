@@ -92,11 +92,15 @@ def test_evaluation_fits_pads_and_leads_back(size):
 def test_detections_outside_the_image_are_left_out():
     """An image of 20 x 40 pixels in the upper half of a square of 80."""
     boxes = torch.tensor([[0.0, 41, 80, 80], [10, 20, 30, 60], [4, 40, 8, 44]])
-    found = {"boxes": boxes, "scores": torch.tensor([0.9, 0.8, 0.7]), "labels": torch.arange(3)}
-    kept = found_in_original(found, (20, 40), 80)
+    detections = {
+        "boxes": boxes,
+        "scores": torch.tensor([0.9, 0.8, 0.7]),
+        "labels": torch.arange(3),
+    }
+    kept = found_in_original(detections, (20, 40), 80)
     assert kept["boxes"].tolist() == [[5, 10, 15, 20]]
     assert kept["labels"].tolist() == [1]
-    assert kept["scores"].tolist() == found["scores"][1:2].tolist()
+    assert kept["scores"].tolist() == detections["scores"][1:2].tolist()
 
 
 def test_boxes_are_cut_at_the_border_of_their_image_and_those_without_area_left_out():

@@ -131,9 +131,9 @@ def train(argv, sabotage=None, *, code=0, size=1, main=train_cifar.main):
     output = Path(argv[argv.index("--output") + 1])
     log = output.with_suffix(".log")
     codes = run_world(size, argv, log, sabotage, main)
-    said = log.read_text(encoding="utf-8")
-    assert codes == [code] * size, said
-    return said
+    printed = log.read_text(encoding="utf-8")
+    assert codes == [code] * size, printed
+    return printed
 
 
 def failure(argv, sabotage, main=train_cifar.main):
@@ -160,10 +160,10 @@ def weights_of(folder):
 def error_of(main, argv, capsys):
     """Run a command in this process; return its error, which must be one line."""
     assert exit_code(lambda: main(argv)) == 2
-    said = capsys.readouterr().err.strip()
-    assert said.startswith("error: "), said
-    assert "\n" not in said
-    return said.removeprefix("error: ")
+    printed = capsys.readouterr().err.strip()
+    assert printed.startswith("error: "), printed
+    assert "\n" not in printed
+    return printed.removeprefix("error: ")
 
 
 def run_world(size, argv, log, sabotage=None, main=train_cifar.main):
@@ -174,8 +174,8 @@ def run_world(size, argv, log, sabotage=None, main=train_cifar.main):
         process.join(SECONDS)
         if process.is_alive():
             process.kill()
-            said = log.read_text(encoding="utf-8")
-            raise AssertionError(f"no end after {SECONDS} s:\n{said}")
+            printed = log.read_text(encoding="utf-8")
+            raise AssertionError(f"no end after {SECONDS} s:\n{printed}")
     return [process.exitcode for process in processes]
 
 

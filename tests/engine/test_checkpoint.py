@@ -35,8 +35,8 @@ def state():
 
 def test_random_states_come_back():
     def drawn():
-        of_python = [random.gauss(0, 1), random.random()]
-        return of_python + torch.rand(3).tolist() + np.random.randn(3).tolist()
+        python_numbers = [random.gauss(0, 1), random.random()]
+        return python_numbers + torch.rand(3).tolist() + np.random.randn(3).tolist()
 
     # leaves half of a pair behind in both generators
     random.gauss(0, 1)

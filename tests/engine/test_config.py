@@ -280,8 +280,8 @@ def test_a_recipe_says_what_differs_from_its_base(recipe):
     second = recipe(f"base: {first}\nepochs: 9\nmodel_kwargs: {{alpha: 0.4}}\n", "second")
     papers = load_recipe("pa_cifar10")
     kwargs = {**papers["model_kwargs"], "alpha": 0.4, "ff_drop_rate": 0.1}
-    own = {**papers, "lr": 0.3, "epochs": 9, "model_kwargs": kwargs}
-    assert load_recipe(str(second)) == own
+    options = {**papers, "lr": 0.3, "epochs": 9, "model_kwargs": kwargs}
+    assert load_recipe(str(second)) == options
     for base, message in (
         (second, "is its own base: .*second.yaml -> .*first.yaml -> .*second.yaml"),
         ("pa_cifar1", "no recipe 'pa_cifar1': did you mean pa_cifar10"),

@@ -24,10 +24,10 @@ def _warn_always():
 @pytest.fixture
 def eager_compile(monkeypatch):
     """Let torch.compile split networks as always, without compiling kernels."""
-    by_torch = torch.compile
+    torch_compile = torch.compile
 
     def compile(model, mode, dynamic):
-        return by_torch(model, backend="aot_eager", dynamic=dynamic)
+        return torch_compile(model, backend="aot_eager", dynamic=dynamic)
 
     monkeypatch.setattr(torch, "compile", compile)
 

@@ -258,13 +258,13 @@ def test_a_worker_killed_in_an_evaluation(photos, tmp_path):
     ids=repr,
 )
 def test_each_way_in_which_a_dead_worker_shows(error, lost):
-    wanted = WorkerLost if lost else type(error)
-    with pytest.raises(wanted) as raised, workers_watched():
+    error_type = WorkerLost if lost else type(error)
+    with pytest.raises(error_type) as raised, workers_watched():
         raise error
     if lost:
-        said = str(raised.value)
-        assert type(error).__name__ in said
-        assert "--workers" in said
+        printed = str(raised.value)
+        assert type(error).__name__ in printed
+        assert "--workers" in printed
 
 
 def test_a_signal_that_comes_while_an_error_is_on_its_way_out():
@@ -287,9 +287,9 @@ def fail_to_append():
 
 def test_a_log_that_cannot_be_written_does_not_end_a_run(data, tmp_path):
     folder = tmp_path / "run"
-    said = train(arguments(data, folder, "--log-steps 1"), fail_to_append)
+    printed = train(arguments(data, folder, "--log-steps 1"), fail_to_append)
     warning = "speed.csv cannot be written, training goes on without: [Errno 28] No space left"
-    assert said.count(warning) == 1
+    assert printed.count(warning) == 1
     assert saved(folder)["progress"]["epoch"] == 2
 
 
@@ -333,8 +333,8 @@ def test_invalid_variables_of_torchrun_are_refused(
         monkeypatch.delenv(name, raising=False)
     for name, value in world.items():
         monkeypatch.setenv(name, value)
-    said = refusal(arguments(data, tmp_path / "run"))
-    assert fnmatchcase(said.removeprefix("process -1: ").removeprefix("process 3: "), message)
+    printed = refusal(arguments(data, tmp_path / "run"))
+    assert fnmatchcase(printed.removeprefix("process -1: ").removeprefix("process 3: "), message)
     assert not (tmp_path / "run").exists()
 
 

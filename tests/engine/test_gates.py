@@ -95,9 +95,9 @@ def test_pretrained_path_is_the_start_of_a_run(data, tmp_path, capsys, refusal):
         safetensors.torch.save_file(state, path)
         return path
 
-    lacking = dict(weights)
-    del lacking["blocks.1.mlp.fc1.weight"]
-    save("lacking", lacking)
+    incomplete = dict(weights)
+    del incomplete["blocks.1.mlp.fc1.weight"]
+    save("lacking", incomplete)
     save("spoilt", {**weights, "norm.weight": torch.full((12,), torch.nan)})
     head = {"head.weight": torch.ones(7, 12), "head.bias": torch.ones(7)}
     seven = save("seven", {**weights, **head})

@@ -66,12 +66,12 @@ def folder(tmp_path):
 def continued(argv, folder, uninterrupted):
     """Continue the run in `folder` with the same command, and compare it with the uninterrupted one."""
     nothing_truncated(folder)
-    said = train(argv)
+    printed = train(argv)
     nothing_truncated(folder)
     same_result(folder, uninterrupted)
     assert run_folder.read_config(folder)[1]["starts"] == progress(folder)["starts"]
     assert not list(folder.rglob(".*.tmp")), "an interrupted write is cleared away"
-    return said
+    return printed
 
 
 def killed(argv, folder, uninterrupted, *sabotages):
@@ -185,11 +185,11 @@ def test_resume_goes_on_from_an_older_checkpoint_when_the_newest_is_damaged(
     damaged = bytearray(path.read_bytes())
     damaged[len(damaged) // 2] ^= 1
     path.write_bytes(damaged)
-    said = train(argv)
+    printed = train(argv)
     same_result(folder, uninterrupted)
-    assert "skipped" in said
-    assert str(path) in said
-    assert "checksum" in said
+    assert "skipped" in printed
+    assert str(path) in printed
+    assert "checksum" in printed
     assert (folder / "last.ckpt.damaged").read_bytes() == damaged, (
         "it is kept, and has pushed out no good one"
     )
@@ -218,11 +218,11 @@ def test_a_start_without_updates_is_not_kept():
 
 def test_disk_full(argv, folder, uninterrupted):
     for name, nth in ((checkpoint.LAST, 3), (checkpoint.BEST, 1), (run_folder.WEIGHTS, 1)):
-        said = train(argv, HurtWrite("full", nth, name), code=1)
-        error = said.splitlines()[-1]
+        printed = train(argv, HurtWrite("full", nth, name), code=1)
+        error = printed.splitlines()[-1]
         assert error.startswith("error: ")
         assert f"cannot write {folder / name}" in error
-        assert "Traceback" not in said
+        assert "Traceback" not in printed
         assert not list(folder.glob(".*.tmp")), "what was written in vain is freed"
         saved(folder)
     continued(argv, folder, uninterrupted)
@@ -242,8 +242,8 @@ def test_non_finite_loss_stops_and_says_where(argv, folder, uninterrupted):
 
 @pytest.mark.parametrize("spoilt", ["conv1.0.weight", "bn1.running_var"])
 def test_weights_and_statistics_that_are_not_finite_are_never_saved(data, folder, spoilt):
-    said = train(arguments(data, folder), partial(spoil_tensor, 4, spoilt), code=1)
-    assert f"a weight is not finite after update 4 of epoch 1 ({spoilt})" in said
+    printed = train(arguments(data, folder), partial(spoil_tensor, 4, spoilt), code=1)
+    assert f"a weight is not finite after update 4 of epoch 1 ({spoilt})" in printed
     model = saved(folder)["model"]
     assert progress(folder)["updates"] == 2
     assert all(value.isfinite().all() for value in model.values())

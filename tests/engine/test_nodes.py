@@ -64,10 +64,10 @@ def test_nodes_that_differ_are_refused(photos, tmp_path, what):
     elif what == "folder":
         train([*argv, "--epochs", "1"], size=2, main=train_imagenet.main)
         message = "must be on a disk that all processes share"
-    said = train(
+    printed = train(
         argv, partial(of_the_second, second, what, other), size=2, code=2, main=train_imagenet.main
     )
-    assert message in said
+    assert message in printed
     assert (folder / checkpoint.LAST).exists() == (what == "folder")
 
 
@@ -153,8 +153,8 @@ class Agents:
 
     def updates(self):
         """How many updates of the weights are saved."""
-        found = checkpoint.newest_checkpoint(self.folder)
-        return found[1]["progress"]["updates"] if found else 0
+        newest = checkpoint.newest_checkpoint(self.folder)
+        return newest[1]["progress"]["updates"] if newest else 0
 
     def start_and_wait(self):
         """Start both nodes and wait until twelve updates are saved."""

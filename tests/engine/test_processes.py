@@ -229,8 +229,8 @@ def test_a_trainer_ends_with_a_killed_torchrun(data, tmp_path):
     agent.kill()
     agent.wait()
     psutil.wait_procs([trainer], timeout=60)
-    said = (tmp_path / "log").read_text()
-    assert "stopped by signal 15 after update" in said
-    assert f"saved {folder}" in said
+    printed = (tmp_path / "log").read_text()
+    assert "stopped by signal 15 after update" in printed
+    assert f"saved {folder}" in printed
     with run_folder.locked(folder, CPU):
         assert saved(folder)["progress"]["updates"] > 0

@@ -137,8 +137,8 @@ def test_the_recipe_of_each_published_row_is_the_papers(name):
     assert timm.is_model(row.model)
     assert name == f"imagenet_{row.model}"
     assert row.num_classes == 1000
-    own = {"model": "", "num_classes": 0, "recipe": ""}
-    assert asdict(row) | own == asdict(resolved(base)) | own
+    unset = {"model": "", "num_classes": 0, "recipe": ""}
+    assert asdict(row) | unset == asdict(resolved(base)) | unset
 
 
 @pytest.mark.parametrize("processes", [1, 4, 8, 64])
@@ -154,17 +154,17 @@ def test_a_recipe_means_the_same_on_any_number_of_processes(name, processes):
         with pytest.raises(UsageError, match=message):
             config.for_processes(processes)
         return
-    own = config.for_processes(processes)
-    assert own.images_of_update(processes) == total
-    assert own.batch_size <= config.batch_size
+    divided = config.for_processes(processes)
+    assert divided.images_of_update(processes) == total
+    assert divided.batch_size <= config.batch_size
     updates = images // total
-    assert images // (own.batch_size * processes) // own.grad_accum_steps == updates
+    assert images // (divided.batch_size * processes) // divided.grad_accum_steps == updates
     scale = total / recipe["lr_base_size"] if recipe.get("lr_base_size") else 1
-    assert own.peak_lr(total) == pytest.approx(recipe["lr"] * scale)
-    assert own.warmup_updates(updates) == config.warmup_updates(updates)
-    said = describe_update(own, processes)
-    assert said.startswith(f"{total} images = ")
-    assert "recipe" not in said
+    assert divided.peak_lr(total) == pytest.approx(recipe["lr"] * scale)
+    assert divided.warmup_updates(updates) == config.warmup_updates(updates)
+    description = describe_update(divided, processes)
+    assert description.startswith(f"{total} images = ")
+    assert "recipe" not in description
 
 
 def test_numbers_of_processes_that_divide_the_batch_are_named():

@@ -27,13 +27,13 @@ def rates(updates_per_epoch, recipe="none", **options):
 )
 def test_cosine_restarts_are_the_papers(recipe, first, cycles, epochs):
     """Equation 7, at every update."""
-    wanted = []
+    expected = []
     for number in range(cycles):
         length = 91 * first * 2**number
         falling = 1 + np.cos(math.pi * np.arange(length) / length)
-        wanted += list(1e-4 + 0.5 * (0.05 - 1e-4) * falling)
-    assert len(wanted) == 91 * epochs
-    np.testing.assert_allclose(rates(91, recipe), wanted, rtol=0, atol=1e-12)
+        expected += list(1e-4 + 0.5 * (0.05 - 1e-4) * falling)
+    assert len(expected) == 91 * epochs
+    np.testing.assert_allclose(rates(91, recipe), expected, rtol=0, atol=1e-12)
 
 
 LINEAR = dict(sched="linear", epochs=10, lr=0.2, warmup_epochs="20%")

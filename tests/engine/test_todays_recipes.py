@@ -143,8 +143,8 @@ def test_binary_cross_entropy(tmp_path, mixed, threshold):
         trainer.mix = lambda images, targets, mixed=soft: (images, mixed)
     if threshold:
         soft = (soft > threshold).float()
-    wanted = torch.nn.functional.binary_cross_entropy(model(images).sigmoid(), soft)
-    assert trainer._batch_loss(images, targets).item() == pytest.approx(wanted.item(), rel=1e-5)
+    expected = torch.nn.functional.binary_cross_entropy(model(images).sigmoid(), soft)
+    assert trainer._batch_loss(images, targets).item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_a_model_that_does_not_take_the_sizes_is_refused_before_anything_is_written(

@@ -193,11 +193,11 @@ def test_epochs_left_out_of_evaluation_train_the_same(data, tmp_path, refusal):
     """
     every = tmp_path / "every"
     second = tmp_path / "second"
-    said = train(arguments(data, every, "--epochs 3"))
+    printed = train(arguments(data, every, "--epochs 3"))
     warning = "by the images that it is evaluated on: quote the last weights, or hold images out"
-    assert f"chosen {warning}" in said
-    said = train(arguments(data, tmp_path / "once", "--epochs 2 --eval-epochs 2"))
-    assert "chosen by" not in said
+    assert f"chosen {warning}" in printed
+    printed = train(arguments(data, tmp_path / "once", "--epochs 2 --eval-epochs 2"))
+    assert "chosen by" not in printed
     argv = arguments(data, second, "--epochs 3 --eval-epochs 2")
     assert "not evaluated" in stopped(argv, 9)
     assert not (second / "best.ckpt").exists()
@@ -223,9 +223,9 @@ def test_resume_from_a_named_run(finished, data, tmp_path):
     """A run in another folder continues from a run's checkpoint, here for one more epoch, and names changed options."""
     output = tmp_path / "more"
     argv = arguments(data, output, SWITCHES, "--lr 0.0005 --epochs 4 --resume", str(finished))
-    said = train(argv)
-    assert "lr was 0.001, got 0.0005" in said
-    assert "epochs were 3, now 4" in said
+    printed = train(argv)
+    assert "lr was 0.001, got 0.0005" in printed
+    assert "epochs were 3, now 4" in printed
     assert run_folder.read_metrics(output)["epoch"] == [1, 2, 3, 4]
 
 
@@ -249,9 +249,9 @@ def test_without_a_test_the_test_images_change_nothing(data, tmp_path, capsys):
     for path in (other / "test" / "class_0").iterdir():  # where a test would show it
         shutil.copy(other / "train" / "class_1" / "001.png", path)
     folder = tmp_path / "a"
-    said = train(arguments(data, folder, "--holdout 16 --no-test"))
-    assert "on the test images" not in said
-    assert "accuracy on images held out" in said
+    printed = train(arguments(data, folder, "--holdout 16 --no-test"))
+    assert "on the test images" not in printed
+    assert "accuracy on images held out" in printed
     train(arguments(other, tmp_path / "b", "--holdout 16 --no-test"))
     results = run_folder.read_results(folder)
     assert results == run_folder.read_results(tmp_path / "b")

@@ -85,9 +85,10 @@ def test_ffcv_files_train_and_resume_as_images_do(photos, tmp_path):
             )
             == 0
         )
-    given = f"--train-beton {files['train']} --val-beton {files['validation']} --batch-size 4 --checkpoint-steps 2"
+    files_options = f"--train-beton {files['train']} --val-beton {files['validation']} "
+    files_options += "--batch-size 4 --checkpoint-steps 2"
     whole, broken, other = (
-        runner.words(TINY, given, f"--output {tmp_path / name}")
+        runner.words(TINY, files_options, f"--output {tmp_path / name}")
         for name in ("whole", "broken", "other")
     )
     train(whole, size=2)
@@ -99,9 +100,9 @@ def test_ffcv_files_train_and_resume_as_images_do(photos, tmp_path):
         train(["--evaluate", str(tmp_path / "whole"), "--output", str(tmp_path / name), *more])
         results.append(json.loads((tmp_path / name / "evaluation.json").read_text()))
     assert results[0]["loss"] == results[1]["loss"]
-    said = train([*other, "--eval-resize", "24"], code=2)
-    assert "eval_resize=24" in said
-    assert "eval_resize=20" in said
+    printed = train([*other, "--eval-resize", "24"], code=2)
+    assert "eval_resize=24" in printed
+    assert "eval_resize=20" in printed
     assert "must have whole images, for training, got" in train(
         [*other, "--train-beton", str(files["validation"])], code=2
     )
@@ -140,9 +141,9 @@ def test_too_many_unreadable_images_stop_the_run_and_are_listed(tmp_path, capsys
     for path in broken:
         path.write_text("no image")
     folder = tmp_path / "run"
-    said = train(arguments(root, folder, "--max-bad-images 2"), code=1)
-    assert "3 images cannot be read, --max-bad-images allows 2" in said
-    assert "Traceback" not in said
+    printed = train(arguments(root, folder, "--max-bad-images 2"), code=1)
+    assert "3 images cannot be read, --max-bad-images allows 2" in printed
+    assert "Traceback" not in printed
     rows = runner.rows_of(folder / "bad_images.csv")
     assert [row["path"] for row in rows] == [str(path) for path in broken]
     train(arguments(root, folder, "--max-bad-images 3"))  # the same run goes on when it may

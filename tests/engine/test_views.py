@@ -16,7 +16,7 @@ def test_six_are_airbenchs():
     with torch.no_grad():
         padded = torch.nn.functional.pad(images, (1,) * 4, "reflect")
         shifted = mirrored(padded[:, :, 0:32, 0:32]) + mirrored(padded[:, :, 2:34, 2:34])
-        wanted = 0.5 * mirrored(images) + 0.5 * shifted / 2
-        torch.testing.assert_close(logits_by_views(net, images, "six"), wanted)
+        expected = 0.5 * mirrored(images) + 0.5 * shifted / 2
+        torch.testing.assert_close(logits_by_views(net, images, "six"), expected)
         torch.testing.assert_close(logits_by_views(net, images, "mirror"), mirrored(images))
         assert torch.equal(logits_by_views(net, images, "none"), net(images))

@@ -37,8 +37,8 @@ def test_a_collapse_is_said_once(caplog):
         model.blocks[1].attn.qkv.weight *= 1e4  # logits so large that each query looks at one token
     for _ in (1, 2):
         assert watch(model, IMAGES)["entropy_2"] < 0.05
-    said = [record.message for record in caplog.records]
-    assert said == ["layer 2: attention has collapsed to single pixels; see qk_norm"]
+    messages = [record.message for record in caplog.records]
+    assert messages == ["layer 2: attention has collapsed to single pixels; see qk_norm"]
 
 
 def test_maps_of_one_pixel_have_no_entropy_and_have_not_collapsed(caplog):

@@ -48,11 +48,11 @@ def test_runs_with_a_row_are_not_made_again_and_seeds_come_one_after_another(tmp
     file = out / "vit-alone.csv"
     kept = read_runs(RESULTS / "vit-alone.csv", variants=["plain", "uniform"]).iloc[[0, -1]]
     like_the_first = kept.drop(columns="variant").iloc[0]
-    made = []
+    trained = []
 
     def train(command, folder, seed):
-        made.append(folder.name)
-        return {**like_the_first, "seed": seed, "top1": float(len(made))}
+        trained.append(folder.name)
+        return {**like_the_first, "seed": seed, "top1": float(len(trained))}
 
     monkeypatch.setenv("TIMM_FUSED_ATTN", "1")  # put back afterwards
     monkeypatch.setattr(sweep, "train", train)
@@ -62,27 +62,27 @@ def test_runs_with_a_row_are_not_made_again_and_seeds_come_one_after_another(tmp
     nine = make_folder(tmp_path / "nine", train=9, test=9, classes=9, side=8)
     command = [str(tmp_path / "runs"), "--cifar10", str(ten), "-o", str(out)]
     assert run.main([*command, "--parts", "vit-alone"]) == 0
-    wanted = [f"vit-alone,{variant},{seed}" for seed in part.seeds for variant in part.own]
+    names = [f"vit-alone,{variant},{seed}" for seed in part.seeds for variant in part.own]
     has_row = "vit-alone," + kept["variant"] + "," + kept["seed"].astype(str)
-    assert made == [name for name in wanted if name not in set(has_row)]
+    assert trained == [name for name in names if name not in set(has_row)]
     rows = read_runs(file, variants=part.own)
-    assert len(rows) == len(wanted)
+    assert len(rows) == len(names)
     assert rows["top1"].iloc[0] == kept["top1"].iloc[0]
     run.main([*command, "--only", "vit-alone", "conv2d", "103"])
-    assert made[-1] == "vit-alone,conv2d,103"
+    assert trained[-1] == "vit-alone,conv2d,103"
     assert len(read_runs(file)) == len(rows)
     with pytest.raises(UsageError, match="vit-dear conv2d: .*vit-dear: refiner, mta"):
         run.main([*command, "--only", "vit-dear", "conv2d", "100"])
     with pytest.raises(UsageError, match="cifar100 needs --cifar100 DIR"):
         run.main([*command, "--parts", "cifar100"])
-    del made[:]
+    del trained[:]
     with pytest.raises(UsageError, match="ten/train must have 100 classes, got 10"):
         run.main([*command, "--cifar100", str(ten)])
     with pytest.raises(UsageError, match="nine/train must have 10 classes, got 9"):
         run.main([*command, "--cifar10", str(nine), "--parts", "vit-alone"])
     with pytest.raises(UsageError, match="nine/train must have 10 classes, got 9"):
         collapse.main([str(tmp_path / "c"), "--cifar100", str(ten), "--cifar10", str(nine)])
-    assert made == [], "nothing is trained where one of the folders is wrong"
+    assert trained == [], "nothing is trained where one of the folders is wrong"
 
 
 def test_equal_operations_are_those_that_are_counted():
@@ -110,8 +110,8 @@ def test_the_analysis_gives_the_kept_verdict_and_the_tables_of_the_pages(
 
     monkeypatch.setattr(analyse, "draw", keep_the_picture)
     assert analyse.main([str(RESULTS), "-o", str(tmp_path)]) == 0
-    made = pd.read_csv(tmp_path / "verdict.csv")
-    pd.testing.assert_frame_equal(made, table("across/verdict.csv"), rtol=1e-9)
+    table_written = pd.read_csv(tmp_path / "verdict.csv")
+    pd.testing.assert_frame_equal(table_written, table("across/verdict.csv"), rtol=1e-9)
     printed = capsys.readouterr().out
     lines = printed[printed.index("\n|  | small") :].splitlines()
     tables = [line for line in lines if line.startswith("|")]
@@ -128,14 +128,14 @@ def test_the_analysis_gives_the_kept_verdict_and_the_tables_of_the_pages(
 def test_one_seed_gives_a_difference_alone(tmp_path):
     """Made-up rows of the third verdict."""
     second = read_runs(RESULTS / "second-long.csv")
-    of_plain = second[second["variant"] == LONG_TOKEN_CONV].assign(variant=LONG_PLAIN)
-    of_plain["top1"] -= [1.0, 1.5, 2.0]
-    made = {
+    plain = second[second["variant"] == LONG_TOKEN_CONV].assign(variant=LONG_PLAIN)
+    plain["top1"] -= [1.0, 1.5, 2.0]
+    tables = {
         "second-long": second,
-        "third-long": of_plain,
-        "third-zeros": of_plain[:1].assign(variant=ZERO_TOKEN_CONV, top1=80.0),
+        "third-long": plain,
+        "third-zeros": plain[:1].assign(variant=ZERO_TOKEN_CONV, top1=80.0),
     }
-    for name, rows in made.items():
+    for name, rows in tables.items():
         write_runs(rows, tmp_path / f"{name}.csv")
     out = tmp_path / "out"
     assert analyse.main([str(tmp_path), "-o", str(out)]) == 0
@@ -143,10 +143,10 @@ def test_one_seed_gives_a_difference_alone(tmp_path):
     assert list(rows.index) == ["second-long", "third-long", "third-zeros"]
     assert rows["seeds"].tolist() == [3, 3, 1]
     zeros = rows.loc["third-zeros"]
-    assert zeros["difference"] == 80.0 - of_plain["top1"].iloc[0]
+    assert zeros["difference"] == 80.0 - plain["top1"].iloc[0]
     assert zeros[["low", "high", "p", "p_holm", "found_at_80_percent"]].isna().all()
     assert rows.loc["third-long", ["p", "p_holm", "found_at_80_percent"]].notna().all()
-    for name, runs in made.items():
+    for name, runs in tables.items():
         assert len(read_runs(out / f"{name}.csv")) == len(runs)
 
 
@@ -188,11 +188,11 @@ def test_the_pages_say_what_the_kept_runs_say():
     page_says(PROTOCOL, "", f"{of_conv2d:.2f} against {of_token_conv:.2f}%")
     page_says(PROTOCOL, "", long["found_at_80_percent"])
     lasting = rows.loc["third-long", LONG_TOKEN_CONV]
-    of_plain = mean_of("third-long", LONG_PLAIN)
+    plain = mean_of("third-long", LONG_PLAIN)
     page_says(
         PROTOCOL, "", f"by {points(lasting).replace(' ', ' points ', 1)}, p {lasting['p']:.3f}"
     )
-    page_says(PROTOCOL, "", f"{of_token_conv:.2f} against {of_plain:.2f}%")
+    page_says(PROTOCOL, "", f"{of_token_conv:.2f} against {plain:.2f}%")
     page_says(PROTOCOL, "", f"find {lasting['found_at_80_percent']} points at 80% power")
     times = table("across/verdict-times.csv").set_index(["network", "kind"])["train_ms"]
     step = times["small ViT, token_conv", "plain"] / times["small ViT", "plain"]
@@ -214,15 +214,15 @@ def test_the_pages_say_what_the_kept_runs_say():
     page_says(PROTOCOL, "", f"where random kernels gain {random_kernels:.2f}")
     page_says(PAGE, WHICH, f"{gain} in 64 epochs, random kernels {random_kernels:.2f} (one seed)")
     one_function = rows.loc["third-xsa", "xsa"]
-    of_xsa = mean_of("second-updates", "xsa")
+    xsa = mean_of("second-updates", "xsa")
     as_long_as_xsa = mean_of("third-xsa", AS_ONE_FUNCTION)
     page_says(
-        PROTOCOL, "", f"xsa {points(one_function, '+')}, {of_xsa:.2f} against {as_long_as_xsa:.2f}%"
+        PROTOCOL, "", f"xsa {points(one_function, '+')}, {xsa:.2f} against {as_long_as_xsa:.2f}%"
     )
     page_says(PAGE, WHICH, f"times, {points(one_function, '+')}")
     page_says(PAGE, WHICH, f"{points(conv2d, '+')}, corrected p = {conv2d['p_holm']:.3f}")
-    of_gated = rows.loc[("second-updates", "gated"), "high"]
-    page_says(PAGE, WHICH, f"a gain of up to {of_gated:.1f} points is not excluded")
+    gated = rows.loc[("second-updates", "gated"), "high"]
+    page_says(PAGE, WHICH, f"a gain of up to {gated:.1f} points is not excluded")
     page_says(PAGE, WHICH, points(longer), points(long, "+"))
     page_says(PAGE, WHICH, f"{100 * (conv2d['time_ratio'] - 1):.0f}% more time")
     today = table("across/verdict-times-without-kernel.csv").set_index(["network", "kind"])
@@ -275,8 +275,8 @@ def test_what_mechanisms_cost():
     curve = {8: "second-updates", lengths[AS_GATED]: "second-gated", lengths[AS_XSA]: "second-xsa"}
     top1 = [top1_of(f"across/{part}.csv").iloc[:, 0].mean() for part in curve.values()]
     line = np.polyfit(np.log(list(curve)), top1, 1)
-    of_xsa = mean_of("second-updates", "xsa") - np.polyval(line, np.log(8 * today[0]))
-    page_says(PROTOCOL, "", f"had predicted {of_xsa:.2f}")
+    xsa = mean_of("second-updates", "xsa") - np.polyval(line, np.log(8 * today[0]))
+    page_says(PROTOCOL, "", f"had predicted {xsa:.2f}")
     (first, second, third), share = power.worth_in_updates()
     page_says(PAGE, WHICH, f"{100 * share:.0f}% more updates")
     page_says(PAGE, WHICH, f"{first:.2f}, {second:.2f} and {third:.2f}%")

@@ -132,8 +132,8 @@ def test_bad_input(more, message, capsys, tmp_path):
     run = tmp_path / "detector"
     tiny_run(run)
     assert exit_code(lambda: main(f"{TINY} {more.format(run=run)}".split())) == 2
-    said = capsys.readouterr().err
-    assert message in said.splitlines()[-1]
+    errors = capsys.readouterr().err
+    assert message in errors.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -169,9 +169,9 @@ def test_a_row_per_implementation_and_mode(tmp_path, monkeypatch):
     rows = run(f"{names} {ways}", tmp_path / "speed.csv")
     pairs = [(row["model"], row["implementation"]) for row in rows]
     plain = ("cnn_cifar", "chosen")
-    chosen = ("ea_conv_transformer_cifar", "chosen")
+    key = ("ea_conv_transformer_cifar", "chosen")
     reference = ("ea_conv_transformer_cifar", "reference")
-    assert pairs == [plain, plain, chosen, chosen, reference, reference]
+    assert pairs == [plain, plain, key, key, reference, reference]
     assert [row["mode"] for row in rows] == ["eager", "reduce-overhead"] * 3
     assert [bool(row["first_use_s"]) for row in rows] == [False, True] * 3
     assert compiled == [{"dynamic": False, "mode": "reduce-overhead"}] * 3

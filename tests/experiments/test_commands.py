@@ -38,13 +38,13 @@ def lines_of_pages():
 
 def commands():
     """Return the words after python of each command, without repetitions; options in brackets are included."""
-    found = {}
+    commands_by_script = {}
     for line in lines_of_pages():
         words = re.match(r" *(?:\w+=\S+ )*python (?!-c)(.*)", line)
         if words and GONE not in line:
-            given = re.sub(r"\[(--.*?)(?: \.\.\.)?\]", r"\1", words[1])
-            found[given.rstrip("\\ ")] = None
-    return list(found)
+            options = re.sub(r"\[(--.*?)(?: \.\.\.)?\]", r"\1", words[1])
+            commands_by_script[options.rstrip("\\ ")] = None
+    return list(commands_by_script)
 
 
 class Parsed(BaseException):

@@ -51,7 +51,7 @@ def test_the_profilers_counting_of_whole_networks():
 def test_branches_are_the_aa_papers_table_9():
     """Published: 600 KB, 43k, 22M; 600 KB, 90k, 40M; 37.5 KB, 190k, 19M; in all 6 MB in training, 600 KB in inference,
     1.3M, 390M."""
-    by_hand = []
+    expected = []
     for stage, blocks, N, sides, planes, dim_v in (
         (2, 4, 196, 28, 128, 8),
         (3, 6, 196, 28, 256, 24),
@@ -61,11 +61,11 @@ def test_branches_are_the_aa_papers_table_9():
         params = weights + (320 + 2 * dim_v) + (2 * sides - 2) * 20
         flops = 2 * N * weights + 2 * N * 160 * (2 * sides - 2) + 6 * 8 * N**2
         for block in range(blocks):
-            by_hand.append((f"layer{stage}.{block}.conv2", 2 * 8 * N**2, params, flops))
+            expected.append((f"layer{stage}.{block}.conv2", 2 * 8 * N**2, params, flops))
     count = count_of("aa_resnet50")
     branches = count.counts.branches
     flops = count.by_branch
-    assert [(b.layer, b.map_bytes, b.params, flops[b.layer]) for b in branches] == by_hand
+    assert [(b.layer, b.map_bytes, b.params, flops[b.layer]) for b in branches] == expected
     for index, kilobytes, params, published in (
         (0, 600.25, 43464, 21.7e6),
         (4, 600.25, 90088, 40.0e6),

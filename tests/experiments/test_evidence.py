@@ -66,10 +66,10 @@ def test_the_command_and_its_file_of_runs(tmp_path, capsys):
         for seed, top1 in enumerate(figures):
             write_run(runs, f"variant={name},seed={seed}", top1)
     assert main([str(runs), *question]) == 0
-    said = capsys.readouterr().out
-    by_seed = ", ".join(f"{top1:.2f}" for top1 in NONE)
-    assert f"| none | {by_seed} | {mean(NONE):.2f} | {stdev(NONE):.2f} | model=m |" in said
-    assert (runs / "evidence.md").read_text() in said
+    printed = capsys.readouterr().out
+    values = ", ".join(f"{top1:.2f}" for top1 in NONE)
+    assert f"| none | {values} | {mean(NONE):.2f} | {stdev(NONE):.2f} | model=m |" in printed
+    assert (runs / "evidence.md").read_text() in printed
     assert (runs / "evidence.png").is_file()
     table = pd.read_csv(runs / "evidence.csv")
     assert table["difference"][0] == pytest.approx(mean(EA) - mean(NONE))

@@ -28,10 +28,10 @@ def test_patches_by_hand():
     def by_weights(*_):
         return {"weights": weights[None]}
 
-    by_gradient = partial(gradient_source, predict, (0, 0, 0), (2, 2))
+    gradient_ranking = partial(gradient_source, predict, (0, 0, 0), (2, 2))
     images = torch.full((2, 3, 4, 6), 255, dtype=torch.uint8)
     options = dict(mean=(0, 0, 0), steps=4, batch_size=1)
-    curves, same = measure(predict, images, [by_weights, by_gradient], (2, 2), **options)
+    curves, same = measure(predict, images, [by_weights, gradient_ranking], (2, 2), **options)
     assert torch.equal(curves.removed, same.removed), "a linear network's gradient is its weights"
     assert curves.counts == (1, 2, 3)
     assert curves.bins == (1, 1, 1, 1, 2)
@@ -39,14 +39,14 @@ def test_patches_by_hand():
     q = torch.sigmoid(torch.tensor([0.0, 3.0, 5.0, 5.5, 4.5]))  # they are added
     assert_close(curves.curve("deletion"), p.expand(2, -1))
     assert_close(curves.curve("insertion"), q.expand(2, -1))
-    by_hand = {
+    expected = {
         "comprehensiveness": p[0] - (4 * p[1] + p[2]) / 5,
         "sufficiency": p[0] - (4 * q[1] + q[2]) / 5,
         "deletion": trapezoid(p),
         "insertion": trapezoid(q),
     }
     first_image = {name: score[0] for name, score in curves.scores().items()}
-    assert_close(first_image, by_hand)
+    assert_close(first_image, expected)
 
 
 def trapezoid(x):

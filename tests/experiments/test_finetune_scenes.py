@@ -35,10 +35,10 @@ def test_the_table_comes_and_a_second_start_trains_nothing(tmp_path, monkeypatch
     assert rows[["variant", "seed"]].values.tolist() == [["plain", 0], ["gates", 0]]
     assert pd.isna(rows["alpha"][0])
     assert " to " in rows["alpha"][1]
-    made = {path: path.stat().st_mtime_ns for path in runs.rglob("model.safetensors")}
+    times = {path: path.stat().st_mtime_ns for path in runs.rglob("model.safetensors")}
     assert study.main(command) == 0
-    assert len(made) == 2
-    assert {path: path.stat().st_mtime_ns for path in made} == made
+    assert len(times) == 2
+    assert {path: path.stat().st_mtime_ns for path in times} == times
     table = (runs / "evidence-runs.csv").read_text()
     assert study.main([*command, "--ways", "gates"]) == 0
     assert (runs / "evidence-runs.csv").read_text() == table, "the other way's row stays"

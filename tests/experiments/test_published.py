@@ -78,13 +78,13 @@ def test_rows_of_a_network_and_a_wrong_name(capsys):
 def tables_of_papers(text):
     """Return the papers' tables, under the names that our rows use."""
     pa, ea = text.split("## EA paper")
-    found = {}
+    lines_of_tables = {}
     for paper, part in (("PA", pa), ("EA", ea)):
         for number, line in re.findall(
             r"^Table ([\d/]+)[,:](.*?)(?=^Table |\Z)", part, re.M | re.S
         ):
-            found[f"{paper} paper, table {number}"] = line
-    return found
+            lines_of_tables[f"{paper} paper, table {number}"] = line
+    return lines_of_tables
 
 
 def figures_of(row):
@@ -96,13 +96,13 @@ def figures_of(row):
 
 def test_every_published_figure_is_in_the_papers_tables(shared):
     """If the transcription of the papers' tables is present, it must contain every figure that we attribute to them."""
-    of_papers = tables_of_papers((shared / "PAPERS.md").read_text(encoding="utf-8"))
-    others = [row["source"] for row in rows_of_tables() if row["source"] not in of_papers]
+    paper_figures = tables_of_papers((shared / "PAPERS.md").read_text(encoding="utf-8"))
+    others = [row["source"] for row in rows_of_tables() if row["source"] not in paper_figures]
     assert {source.partition(",")[0] for source in others} == {"AA paper"}
-    rows = [row for row in rows_of_tables() if row["source"] in of_papers]
+    rows = [row for row in rows_of_tables() if row["source"] in paper_figures]
     assert len(rows) > 30
     for row in rows:
-        line = of_papers[row["source"]]
+        line = paper_figures[row["source"]]
         in_paper = {float(figure) for figure in re.findall(r"\d+(?:\.\d+)?", line)}
         assert figures_of(row) <= in_paper, row
     together = 0
@@ -110,9 +110,9 @@ def test_every_published_figure_is_in_the_papers_tables(shared):
         if "imagenet" not in table["name"]:
             continue
         for row in table["rows"]:
-            if row["top1"] and row["source"] in of_papers:  # top-1 and top-5 stand together
+            if row["top1"] and row["source"] in paper_figures:  # top-1 and top-5 stand together
                 top = [row["top1"]["ImageNet"], *row["top5"].values()]
-                assert " ".join(f"{x:.2f}" for x in top) in of_papers[row["source"]], row
+                assert " ".join(f"{x:.2f}" for x in top) in paper_figures[row["source"]], row
                 together += 1
     assert together > 0
 

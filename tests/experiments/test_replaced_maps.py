@@ -39,16 +39,16 @@ def test_each_kind_of_replaced_maps():
     replaced = {kind: outputs(kind) for kind in ("uniform", "none", "own", "other")}
     for logits in replaced.values():
         assert (logits - plain).abs().max() > 1e-3
-    several = replaced_maps.mean_maps(model, [x[:2], x[2:]])
+    mean_of_batches = replaced_maps.mean_maps(model, [x[:2], x[2:]])
     with ea_vision.record_attention(model) as maps:
         model(x)
-    for mean, layer in zip(several, maps.values(), strict=True):
+    for mean, layer in zip(mean_of_batches, maps.values(), strict=True):
         assert_close(mean, layer.attn.mean(0), atol=1e-4, rtol=1e-3)
     near = {"atol": 1e-5, "rtol": 1e-4}
-    of_first = replaced_maps.mean_maps(model, [x[:1]])
-    assert_close(outputs("mean", x[:1], of_first), plain[:1], **near)
+    first_maps = replaced_maps.mean_maps(model, [x[:1]])
+    assert_close(outputs("mean", x[:1], first_maps), plain[:1], **near)
     assert_close(replaced["none"], outputs("mean"), **near)
-    uniform = [torch.full_like(mean, 1 / len(mean[0])) for mean in several]
+    uniform = [torch.full_like(mean, 1 / len(mean[0])) for mean in mean_of_batches]
     assert_close(replaced["uniform"], outputs("mean", means=uniform), **near)
     alone = network(model.state_dict(), alpha=0.0, beta=0.0)
     assert_close(replaced["own"], alone(x), **near)
@@ -78,8 +78,8 @@ def test_figures_of_logits_against_numpy():
         own_heads = (own - own.mean(-1, keepdims=True)).reshape(12, -1)
         evolved_heads = (evolved - evolved.mean(-1, keepdims=True)).reshape(12, -1)
         alike = list(map(correlation, own_heads, evolved_heads))
-        by_hand = [own.std(-1).mean(), evolved.std(-1).mean(), np.mean(alike)]
-        assert figures == pytest.approx(by_hand, abs=6e-4)
+        expected = [own.std(-1).mean(), evolved.std(-1).mean(), np.mean(alike)]
+        assert figures == pytest.approx(expected, abs=6e-4)
     assert rows[0][-1] == 1.0  # the first layer has nothing to evolve from
     assert rows[1][-1] < 0.99
 

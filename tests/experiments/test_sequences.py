@@ -14,10 +14,10 @@ def test_the_answer_is_the_value_beside_the_key():
     for row, value in zip(symbols.tolist(), wanted.tolist(), strict=True):
         keys = row[:16:2]
         values = row[1:16:2]
-        asked = row[16]
+        key = row[16]
         assert len(set(keys)) == 8
         assert max(keys) < 16 <= min(values)
-        assert values[keys.index(asked)] == value
+        assert values[keys.index(key)] == value
 
 
 def test_topics_that_are_held_out_are_not_trained_on():

@@ -41,5 +41,5 @@ def test_the_page_has_the_rows():
     assert list(rows.index) == list(translation.NETWORKS)
     assert (rows["steps"] == translation.STEPS).all()
     assert (rows["last_loss"] < 0.1 * rows["first_loss"]).all()
-    said = [f"{rows.loc[name, 'right_percent']:.1f}%" for name in translation.NETWORKS]
-    page_says("experiments/text/README.md", "", *said)
+    percentages = [f"{rows.loc[name, 'right_percent']:.1f}%" for name in translation.NETWORKS]
+    page_says("experiments/text/README.md", "", *percentages)

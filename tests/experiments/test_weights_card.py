@@ -35,7 +35,7 @@ def test_the_card_of_exported_weights_has_the_figures_of_the_file(tmp_path, monk
         model = timm.create_model("test_resnet", **keywords, checkpoint_path=str(out)).eval()
         with torch.no_grad():
             top1 = top1_of(model(x), test.targets)
-            by_six = top1_of(logits_by_views(model, x, "six"), test.targets)
+            six_views = top1_of(logits_by_views(model, x, "six"), test.targets)
         card = out.with_suffix(".md").read_text()
         front = yaml.safe_load(card.split("---\n")[1])
         metric = front["model-index"][0]["results"][0]["metrics"][0]
@@ -45,7 +45,7 @@ def test_the_card_of_exported_weights_has_the_figures_of_the_file(tmp_path, monk
         for said in (
             f"| stored as | {dtype} |",
             f"{top1:.2f}% top-1, 100.00% top-5 on the test images. ",
-            f"With several views of an image (`--tta six`): {by_six:.2f}%.",
+            f"With several views of an image (`--tta six`): {six_views:.2f}%.",
             "after epoch 2: nothing was chosen by them",
             "48 training images, 3 classes: class_0, class_1, class_2;",
             "--evaluate test_resnet.t --dataset folder --data-dir DIR --tta six",

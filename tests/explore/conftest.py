@@ -16,8 +16,8 @@ def explorer():
     pa = load_model("pa_conv_transformer_cifar", random=True, seed=2)
     ea.classes = None
     pa.classes = [f"kind <{index}>" for index in range(10)]
-    of_ea = [layer for layer in recordable_layers(ea.model) if layer.number in (8, 9, 10, 21)]
-    return Explorer([ea, pa], [of_ea, recordable_layers(pa.model)])
+    ea_layers = [layer for layer in recordable_layers(ea.model) if layer.number in (8, 9, 10, 21)]
+    return Explorer([ea, pa], [ea_layers, recordable_layers(pa.model)])
 
 
 @pytest.fixture(scope="session")
@@ -30,10 +30,10 @@ def entries(explorer):
 @pytest.fixture(scope="session")
 def recordings(explorer):
     """(image, model) -> the page's images, recorded anew."""
-    made = {}
+    recordings_by_name = {}
     for image in range(2):
         for index, model in enumerate(explorer.models):
             recording = record(model, picture(image), explorer.layers[index], PARTS)
             add_own_alone(recording)
-            made[image, index] = recording
-    return made
+            recordings_by_name[image, index] = recording
+    return recordings_by_name

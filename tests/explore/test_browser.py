@@ -145,8 +145,8 @@ def canvas_pixels(page, label, feat_size):
 
 def rows_of(maps, part, head):
     """Return a part's maps (N, N) of a head, or of all heads, (K, N, N), for their mean."""
-    of_heads = maps[part][0].double().numpy()
-    return of_heads if head == "mean" else of_heads[[head]]
+    attn_of_heads = maps[part][0].double().numpy()
+    return attn_of_heads if head == "mean" else attn_of_heads[[head]]
 
 
 def cell_of(query, img_size, maps):
@@ -172,8 +172,8 @@ def check_row(shown, maps, img_size, part, head, query):
 def test_tiles_equal_numpy(open_page, explorer, recordings, image, query):
     """Every part, head and the mean, of both models and images, for queries by fragment."""
     page = open_page()
-    of_the_smaller = (query[0] * 32 // 64, query[1] * 32 // 96)
-    queries = [query, of_the_smaller]
+    scaled_query = (query[0] * 32 // 64, query[1] * 32 // 96)
+    queries = [query, scaled_query]
     compared = 0
     for part in STORED_PARTS:
         fragment = f"image={image}&part={part}&query={query[0]},{query[1]}"
@@ -570,10 +570,10 @@ def test_uniform_attention_is_that_of_the_keys_that_a_query_sees(open_page, tmp_
         assert np.sqrt(low * high) == pytest.approx(1 / keys)
     largest = 4 * max(tile(page, 0, 2, 0)["values"])
     page.locator("#more summary").click()
-    said = page.locator("#numbers").inner_text()
-    [times] = re.findall(r"([\d.]+) times uniform", said)
+    numbers = page.locator("#numbers").inner_text()
+    [times] = re.findall(r"([\d.]+) times uniform", numbers)
     assert float(times) == pytest.approx(largest, rel=0.01)
-    assert f"of at most {np.log(4):.2f} nats" in said
+    assert f"of at most {np.log(4):.2f} nats" in numbers
 
 
 # ---- picture, looks -------------------------------------------------------------------------------------------------
@@ -656,8 +656,8 @@ def test_a_vision_transformer_begins_with_its_class_token_at_its_last_layer(
     check_chosen(page, layer, "mean")
     assert state(page)["queries"] == [query]
     assert page.locator("#asked button", has_text="cls").count() == (query == "cls")
-    said = page.locator("#numbers").text_content()
-    assert ("% of it to cls" in said) == (query == "cls")
+    numbers = page.locator("#numbers").text_content()
+    assert ("% of it to cls" in numbers) == (query == "cls")
 
 
 def test_the_share_of_tokens_is_left_out_where_rows_do_not_sum_to_1(open_page, tmp_path):
@@ -669,9 +669,9 @@ def test_the_share_of_tokens_is_left_out_where_rows_do_not_sum_to_1(open_page, t
     page = open_page(
         "#query=cls&layer=2", url=write_page(show_page(model, picture(0)).text, tmp_path)
     )
-    said = page.locator("#numbers").text_content()
-    assert "entropy of its attention" in said
-    assert "of it to cls" not in said
+    numbers = page.locator("#numbers").text_content()
+    assert "entropy of its attention" in numbers
+    assert "of it to cls" not in numbers
 
 
 def test_masked_logits_are_left_blank(open_page, tmp_path):

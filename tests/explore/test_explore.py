@@ -127,9 +127,9 @@ def test_how_many_keys_each_query_sees():
 
 def test_a_map_that_occurs_twice_is_stored_once():
     first, second, own = np.random.default_rng(0).normal(size=(3, 2, 9, 9)).astype(np.float32)
-    of_the_second = {"logits": second, "conv_logits": second}
-    of_the_second |= {"prev_logits": first, "self_logits": own}
-    streams, places = pack({1: {"logits": first}, 2: of_the_second})
+    second_parts = {"logits": second, "conv_logits": second}
+    second_parts |= {"prev_logits": first, "self_logits": own}
+    streams, places = pack({1: {"logits": first}, 2: second_parts})
     assert places[2]["conv_logits"] == places[2]["logits"]
     assert places[2]["prev_logits"] == places[1]["logits"]
     assert set(streams) == {"logits", "self_logits"}

@@ -23,8 +23,8 @@ def own_logits(q, k, height_rel, width_rel, size):
     for table, offset in zip((height_rel, width_rel), offsets(size), strict=True):
         if table is not None:
             middle = len(table) // 2
-            of_pairs = table[middle + offset.clamp(-middle, middle)]
-            logits = logits + torch.einsum("bnd,nmd->bnm", q, of_pairs)
+            rel_logits = table[middle + offset.clamp(-middle, middle)]
+            logits = logits + torch.einsum("bnd,nmd->bnm", q, rel_logits)
     return logits
 
 
@@ -91,9 +91,9 @@ def attention_branch(layer, x, prev_logits=None):
     pixels = pooled.flatten(2).transpose(1, 2)
     projected = F.linear(pixels, layer.qkv.weight.flatten(1), layer.qkv.bias)
     queries, keys, values = projected.split([layer.dim_qk, layer.dim_qk, layer.dim_v], 2)
-    of_heads = zip(queries.chunk(K, 2), keys.chunk(K, 2), strict=True)
+    queries_and_keys = zip(queries.chunk(K, 2), keys.chunk(K, 2), strict=True)
     by_head = []
-    for head, (q, k) in enumerate(of_heads):
+    for head, (q, k) in enumerate(queries_and_keys):
         if layer.qk_gain is not None:
             q = normalised(q, layer.qk_gain[head])
             k = normalised(k, 1.0)

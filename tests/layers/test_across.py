@@ -109,8 +109,8 @@ def multi_token(m, logits, prev):
 
 def residual(m, logits, prev):
     alpha = torch.as_tensor(m.alpha).view(-1, 1, 1)
-    own = 1 - alpha if m.mixture else 1.0
-    return (own * logits + alpha * prev).softmax(-1)
+    self_share = 1 - alpha if m.mixture else 1.0
+    return (self_share * logits + alpha * prev).softmax(-1)
 
 
 @pytest.mark.parametrize(
@@ -170,8 +170,8 @@ def test_conv2d_convolves_four_dimensions_of_a_map_that_is_not_square(prefix):
     mixed = logits + m.alpha * prev
     over_keys = mixed[:, :, prefix:, prefix:].reshape(2, K, *SIZE, *SIZE)
     other_first = (0, 1, 4, 5, 2, 3)
-    by_queries = convolved(m.queries, over_keys.permute(other_first)).permute(other_first)
-    total = convolved(m.keys, over_keys) + by_queries
+    over_queries = convolved(m.queries, over_keys.permute(other_first)).permute(other_first)
+    total = convolved(m.keys, over_keys) + over_queries
     expected = mixed + F.pad(total.reshape(2, K, N, N), [prefix, 0, prefix, 0])
     evolved = m(logits, prev, SIZE)
     assert_equation(m, evolved, expected, logits, prev)

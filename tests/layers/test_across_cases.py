@@ -39,8 +39,8 @@ class Case:
 
     def under(self, prefix):
         """Return the tensors whose names begin with the prefix, by their names without it."""
-        chosen = beginning(self.tensors, prefix)
-        return {key.removeprefix(prefix): value for key, value in chosen.items()}
+        prefixed = beginning(self.tensors, prefix)
+        return {key.removeprefix(prefix): value for key, value in prefixed.items()}
 
     def heads(self, x, *weights, heads=None):
         """Return the parts of one projection, (parts, B, K, N, D)."""
@@ -163,8 +163,8 @@ def test_multi_token_attention(name):
         if "wpsm.weight" in w:
             mechanism.heads_before.copy_(w["wpsm.weight"])
     hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1) & case.meta["causal"]
-    own = scores(q, k).masked_fill(hidden, 0.0)
-    seen = mechanism(own, own).masked_fill(hidden, 0.0)
+    plain_scores = scores(q, k).masked_fill(hidden, 0.0)
+    seen = mechanism(plain_scores, plain_scores).masked_fill(hidden, 0.0)
     assert_close(seen, case["L0"].masked_fill(hidden, 0.0))
     out = mechanism.mix_attn(case["A0"]).masked_fill(hidden, 0.0) @ v
     if args.get("group_norm"):
@@ -180,8 +180,8 @@ def test_value_residual():
     first = case.heads(x, case["layer0.v_proj.weight"])[0]
     for number in (1, 2):
         x = x + case[f"out{number - 1}"]
-        own = case.heads(x, case[f"layer{number}.v_proj.weight"])[0]
-        v = ValueResidual(identity=False)(own, first)
+        values = case.heads(x, case[f"layer{number}.v_proj.weight"])[0]
+        v = ValueResidual(identity=False)(values, first)
         heads = joined(case[f"A{number}"] @ v)
         out = F.linear(heads, case[f"layer{number}.o_proj.weight"])
         assert_close(out, case[f"out{number}"])

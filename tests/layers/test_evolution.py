@@ -115,13 +115,13 @@ def test_a_forced_implementation_never_gives_way_to_modules(how, reason, over_to
         assert str(error.value) == f"implementation {name!r} cannot run this: {reason}"
     ops._logged.clear()
     with caplog.at_level(logging.INFO), torch.no_grad():
-        chosen = layer(*args)
+        output = layer(*args)
         with use_implementation("reference"):
-            assert_close(layer(*args), chosen, rtol=0, atol=0)
+            assert_close(layer(*args), output, rtol=0, atol=0)
     assert f"evolving attention by 'reference': {reason}" in caplog.messages
     layer.attn_drop.register_forward_hook(lambda *_: None)  # asks for the modules themselves
     with torch.no_grad(), use_implementation("cpu"):
-        assert_close(layer(*args), chosen, rtol=0, atol=0)
+        assert_close(layer(*args), output, rtol=0, atol=0)
 
 
 OTHER_CONVOLUTIONS = (
@@ -143,9 +143,9 @@ def test_another_convolution_in_place_of_ours_runs_as_itself(kind, options, over
     if over_tokens:
         args.append((4, 3))
     with torch.no_grad():
-        chosen = layer(*args)
+        output = layer(*args)
         with use_implementation("reference"):
-            assert_close(layer(*args), chosen, rtol=0, atol=0)
+            assert_close(layer(*args), output, rtol=0, atol=0)
     with (
         use_implementation("cpu"),
         pytest.raises(ValueError, match="a Conv2d with a bias and zero"),
@@ -167,8 +167,8 @@ def test_a_map_convolution_with_its_own_forward_or_backward_hook_runs_as_itself(
     assert seen == [conv]
     hook.remove()
     plain = layer(*args)[0]
-    own = conv.forward
-    conv.forward = lambda maps: 2 * own(maps)
+    plain_forward = conv.forward
+    conv.forward = lambda maps: 2 * plain_forward(maps)
     with use_implementation("reference"):
         expected = layer(*args)[0]
     assert_close(layer(*args)[0], expected)

@@ -41,10 +41,10 @@ def equation(gain):
 
 def results(function, out, values, parameters):
     """Return the output and the gradients of its weighted sum."""
-    made = function(out, values)
-    weights = torch.linspace(-1, 1, made.numel()).to(made.dtype)
-    total = (made.flatten() * weights).sum()
-    return [made, *torch.autograd.grad(total, [out, values, *parameters])]
+    result = function(out, values)
+    weights = torch.linspace(-1, 1, result.numel()).to(result.dtype)
+    total = (result.flatten() * weights).sum()
+    return [result, *torch.autograd.grad(total, [out, values, *parameters])]
 
 
 @pytest.mark.parametrize("gain", GAINS)
@@ -73,9 +73,9 @@ def test_values_of_0_take_nothing_in_any_precision(by, dtype):
         values[0] = 0
         values[1] *= 1e-3
     with use_implementation(by):
-        made = results(applied(m), out, values, [m.gain])
-    assert all(x.isfinite().all() for x in made)
-    assert torch.equal(made[0][0], out[0])
+        result = results(applied(m), out, values, [m.gain])
+    assert all(x.isfinite().all() for x in result)
+    assert torch.equal(result[0][0], out[0])
 
 
 def test_a_black_image_in_float16():

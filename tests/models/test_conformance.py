@@ -52,11 +52,15 @@ def test_default_cfg_is_true_and_every_size_has_its_shapes(name):
     assert isinstance(model.get_submodule(cfg["first_conv"]), torch.nn.Conv2d)
     assert model.get_submodule(cfg["classifier"]) is model.get_classifier()
     assert model.get_classifier().out_features == cfg["num_classes"]
-    own = cfg["input_size"][1:]
+    native_size = cfg["input_size"][1:]
     reduction = model.feature_info[-1]["reduction"]
-    for size in {(96, 160), (288, 288), own}:
+    for size in {(96, 160), (288, 288), native_size}:
         features = model.forward_features(torch.empty(2, 3, *size, device="meta"))
-        shape = cfg["pool_size"] if size == own else (size[0] // reduction, size[1] // reduction)
+        shape = (
+            cfg["pool_size"]
+            if size == native_size
+            else (size[0] // reduction, size[1] // reduction)
+        )
         assert features.shape == (2, model.num_features, *shape)
         assert model.forward_head(features).shape == (2, cfg["num_classes"])
 

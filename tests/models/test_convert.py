@@ -209,6 +209,6 @@ def test_pretrained_weights_name_the_keywords_they_were_trained_with(tmp_path, m
         timm.create_model(name, pretrained=True, qk_norm=False)
     with pytest.raises(UsageError, match=message):
         load_model(name, qk_norm=False)
-    own = tmp_path / "own.safetensors"
-    safetensors.torch.save_file(timm.create_model(name).state_dict(), own)
-    timm.create_model(name, pretrained=True, pretrained_cfg_overlay={"file": str(own)})
+    weights_path = tmp_path / "own.safetensors"
+    safetensors.torch.save_file(timm.create_model(name).state_dict(), weights_path)
+    timm.create_model(name, pretrained=True, pretrained_cfg_overlay={"file": str(weights_path)})

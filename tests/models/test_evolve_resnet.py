@@ -248,8 +248,8 @@ def test_a_saved_network_loads_again(tmp_path):
     model = woken(evolve(plain, "pa", img_size=64, alpha=0.3))
     for size in (64, 96):
         model.set_input_size(size)
-        by_hand = {"model_args": NARROW | model._model_args}  # timm before 1.0.30 saves none
-        save_for_hf(model, tmp_path, **(by_hand if timm_input is None else {}))
+        config = {"model_args": NARROW | model._model_args}  # timm before 1.0.30 saves none
+        save_for_hf(model, tmp_path, **(config if timm_input is None else {}))
         loaded = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
         assert loaded.img_size == (size, size)
         assert torch.equal(loaded(images(size, size)), model(images(size, size)))
@@ -301,10 +301,10 @@ def test_networks_and_options_that_do_not_fit_are_named(name, options, message):
 
 def test_a_forward_of_its_own_and_concatenated_attention_are_named():
     with torch.device("meta"):
-        own = OwnForward(timm.models.resnet.BasicBlock, (1, 1, 1, 1))
+        custom = OwnForward(timm.models.resnet.BasicBlock, (1, 1, 1, 1))
         concatenated = timm.create_model("aa_resnet34")
     message = "forward_features of timm.models.resnet required, and OwnForward has its own"
     with pytest.raises(ValueError, match=message):
-        evolve(own, "ea")
+        evolve(custom, "ea")
     with pytest.raises(ValueError, match="fusion='add' required, and layer2.0.conv1 has fusion"):
         unevolve(concatenated)

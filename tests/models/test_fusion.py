@@ -107,8 +107,8 @@ def test_a_detector_stands_on_it():
     detector = create_detector("ea_aa_resnet50", 2, 64, fusion="add", layers=(1, 1, 1, 1)).eval()
     assert all(layer.fusion == "add" for layer in layers_of(detector))
     with torch.no_grad():
-        found = detector([torch.rand(3, 50, 64)])
-    assert found[0].keys() == {"boxes", "scores", "labels"}
+        detections = detector([torch.rand(3, 50, 64)])
+    assert detections[0].keys() == {"boxes", "scores", "labels"}
 
 
 @pytest.mark.parametrize("mine, theirs", [("add", "concat"), ("concat", "add")])

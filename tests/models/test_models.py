@@ -118,13 +118,13 @@ def test_convolutions_with_a_stride_can_stay_plain(name, layers, starts):
     ],
 )
 def test_chains_restart_where_the_map_changes(name, chains):
-    found = []
+    positions = []
     for layer in layers_of(OUTLINES[name]):
         if layer.evolution is None:
-            found.append([])
-        found[-1].append(layer.feat_size)
-    assert [len(chain) for chain in found] == chains
-    assert all(len(set(chain)) == 1 for chain in found)
+            positions.append([])
+        positions[-1].append(layer.feat_size)
+    assert [len(chain) for chain in positions] == chains
+    assert all(len(set(chain)) == 1 for chain in positions)
 
 
 def evolutions_of(model):
@@ -202,12 +202,12 @@ def test_where_attention_stands_is_one_keyword_in_every_family(
     def stages(chosen=None):
         with torch.device("meta"):
             model = timm.create_model(name, **options, **{keyword: chosen})
-        found = []
+        positions = []
         for stage in possible:
             modules = model.get_submodule(place.format(stage, stage - 1)).modules()
             if any(isinstance(each, (AugmentedConv2d, Evolution)) for each in modules):
-                found.append(stage)
-        return tuple(found)
+                positions.append(stage)
+        return tuple(positions)
 
     assert stages() == stages(usual) == usual
     assert stages(possible) == possible

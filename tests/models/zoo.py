@@ -198,10 +198,10 @@ def assert_onnx_agrees(model, x, folder):
 
 def idle(model, where=""):
     """Names of parameters, with this in their names, whose gradient is missing, not finite or 0."""
-    found = []
+    names = []
     for name, parameter in model.named_parameters():
         gradient = parameter.grad
         moves = gradient is not None and gradient.isfinite().all() and gradient.any()
         if where in name and not moves:
-            found.append(name)
-    return found
+            names.append(name)
+    return names

@@ -92,9 +92,9 @@ def test_every_form_is_the_readable_one(form, dtype, tolerance):
     weights = [torch.randn(3, 2, 6, 5).to(dtype) for _ in range(2)]
 
     def results(normalise):
-        made = normalise(qk, gain)
-        assert [x.dtype for x in made] == [dtype] * 2
-        return [*made, *torch.autograd.grad(made, (qk, gain), weights)]
+        normalised = normalise(qk, gain)
+        assert [x.dtype for x in normalised] == [dtype] * 2
+        return [*normalised, *torch.autograd.grad(normalised, (qk, gain), weights)]
 
     for have, want in zip(results(form), results(head_norm.readable), strict=True):
         assert (have - want).norm() <= tolerance * want.norm()

@@ -135,8 +135,8 @@ def test_dropout_is_independent_between_entries_heads_images_and_draws():
     for a, b in pairs:
         covariance = (a * b).sum() / a.numel() ** 0.5
         assert abs(covariance / variance) < 4
-    of_queries = x.sum(-1).square() / (100 * variance)  # chi-square, mean 1
-    assert abs(of_queries.mean() - 1) < 4 * (2 / of_queries.numel()) ** 0.5
+    chi_square = x.sum(-1).square() / (100 * variance)  # chi-square, mean 1
+    assert abs(chi_square.mean() - 1) < 4 * (2 / chi_square.numel()) ** 0.5
 
 
 @settings(max_examples=12, derandomize=True, deadline=None, database=None)
@@ -157,8 +157,8 @@ def test_folded_position_is_the_reference(size, K, D, E, relative, device):
 
 def some_images(tensors, count):
     """Return the problem with only its first `count` images."""
-    of_images = ("q", "k", "v", "prev_logits")
-    return {name: x[:count] if name in of_images else x for name, x in tensors.items()}
+    per_image = ("q", "k", "v", "prev_logits")
+    return {name: x[:count] if name in per_image else x for name, x in tensors.items()}
 
 
 @pytest.mark.parametrize(
@@ -600,11 +600,11 @@ def test_what_the_kernel_would_misread_goes_elsewhere_or_is_an_error():
     assert not results["weight"].any()
     # attention that does not evolve has no use for a convolution
     del tensors["prev_logits"]
-    made = outputs_and_gradients(tensors, feat_size=(3, 4), implementation="cpu")
+    computed = outputs_and_gradients(tensors, feat_size=(3, 4), implementation="cpu")
     expected = outputs_and_gradients(tensors, feat_size=(3, 4), implementation="reference")
-    assert_close(made, expected)
-    assert not made["weight"].any()
-    assert made["q"].any()
+    assert_close(computed, expected)
+    assert not computed["weight"].any()
+    assert computed["q"].any()
 
 
 EA = problem("ea", (3, 4), 2, 12)
@@ -680,12 +680,12 @@ def test_forward_derivatives_and_transforms_are_the_references(name):
             torch.vmap(torch.func.grad(loss))(both),
         ]
 
-    made = all_of_them()
+    results = all_of_them()
     with use_implementation("reference"):
-        assert_close(made, all_of_them())
+        assert_close(results, all_of_them())
         step = 1e-5 * tangent.double()
         near = (operator(x + step) - operator(x - step)) / 2e-5
-    assert_close(made[0].double(), near, atol=1e-3, rtol=1e-3)
+    assert_close(results[0].double(), near, atol=1e-3, rtol=1e-3)
     if name == "attention":
         refused = pytest.raises(ValueError, match="'cpu' cannot run this: forward-mode deriv")
         with use_implementation("cpu"), refused:

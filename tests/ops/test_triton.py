@@ -241,8 +241,10 @@ def test_a_gpu_that_falls_back_to_the_reference_warns_with_the_memory(
         maps = torch.empty(2, 8, N, N, dtype=dtype)
         height_rel = torch.empty(2 * H - 1, 4)
         width_rel = torch.empty(2 * W - 1, 4)
-        given = Problem(q, q, q, height_rel, width_rel, maps, feat_size=feat_size).checked()
-        assert (ops._choose(given).name == "triton") == runs
+        attention_problem = Problem(
+            q, q, q, height_rel, width_rel, maps, feat_size=feat_size
+        ).checked()
+        assert (ops._choose(attention_problem).name == "triton") == runs
     if runs:
         assert not caplog.messages
     else:

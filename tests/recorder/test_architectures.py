@@ -34,8 +34,8 @@ def verdict(name):
     """Record a network; return a description of its maps, or why it is refused; "" without attention layers."""
     with torch.device("meta"):
         model = timm.create_model(name).eval()
-    found = recordable_layers(model)
-    if not found:
+    recordable = recordable_layers(model)
+    if not recordable:
         return ""
     size = timm.data.resolve_model_data_config(model)["input_size"]
     try:
@@ -44,7 +44,7 @@ def verdict(name):
     except (ValueError, RuntimeError) as error:
         [reason] = [text for said, text in REASONS.items() if said in str(error)]
         return reason
-    assert list(maps) == [layer.number for layer in found]
+    assert list(maps) == [layer.number for layer in recordable]
     layers = maps.values()
     if any(layer.layout.placeless for layer in layers):
         return "tokens without places"
@@ -52,9 +52,9 @@ def verdict(name):
         "in windows": any(layer.layout.windows is not None for layer in layers),
         "of channels": any(layer.channels for layer in layers),
         "reduced keys": any(layer.key_size != layer.feat_size for layer in layers),
-        "talking heads": any("mixed_attn" in layer.parts for layer in found),
+        "talking heads": any("mixed_attn" in layer.parts for layer in recordable),
         "class attention": any(of_class(layer) for layer in layers),
-        "pooling": any(layer.pools for layer in found),
+        "pooling": any(layer.pools for layer in recordable),
     }
     return ", ".join(text for text in applies if applies[text]) or "of all tokens"
 
@@ -69,13 +69,15 @@ def architectures():
     """Return a small model's name for each of timm's modules."""
     names = {}
     for module in timm.list_modules():
-        own = []
+        architecture_names = []
         for name in timm.list_models(module=module):
             if timm.model_entrypoint(name).__module__.startswith("timm."):
-                own.append(name)
-        small = [name for name in own if re.search(r"tiny|nano|small|_xxs|_s\b", name)]
-        if own:
-            names[module] = min(small or own, key=lambda name: (len(name), name))
+                architecture_names.append(name)
+        small = [
+            name for name in architecture_names if re.search(r"tiny|nano|small|_xxs|_s\b", name)
+        ]
+        if architecture_names:
+            names[module] = min(small or architecture_names, key=lambda name: (len(name), name))
     return names
 
 

@@ -124,9 +124,9 @@ def test_maps_are_those_that_the_model_gives(name):
         sums = maps[number].attn.sum(-1)
         assert_close(sums, torch.ones_like(sums))
     model.set_attn_implementation("eager")
-    given = given_maps(model(**inputs, output_attentions=True))
-    assert len(given) == NETWORKS[name][-1]
-    for attn in given:
+    expected_maps = given_maps(model(**inputs, output_attentions=True))
+    assert len(expected_maps) == NETWORKS[name][-1]
+    for attn in expected_maps:
         alike = [other for other in recorded if other.shape == attn.shape]
         assert any(torch.allclose(other, attn, atol=1e-5) for other in alike)
 

@@ -88,9 +88,9 @@ def test_rare_modes_of_pillow_are_read(tmp_path):
         assert (read[:, 2:] < 10).all(), source
     with pytest.raises(UsageError, match="cannot be read: must have 8 or 16 bits per channel"):
         read_image(Image.new("F", (4, 4)))
-    of_colours = Image.new("I", (4, 4), 200 << 8)
-    of_colours.info["transparency"] = (200, 200, 200)  # as of an RGB image that became I
-    assert (np.asarray(read_image(of_colours)) == 200).all()
+    gray = Image.new("I", (4, 4), 200 << 8)
+    gray.info["transparency"] = (200, 200, 200)  # as of an RGB image that became I
+    assert (np.asarray(read_image(gray)) == 200).all()
 
 
 def test_arrays_files_and_pil_images_are_one_image(tmp_path):
@@ -103,8 +103,8 @@ def test_arrays_files_and_pil_images_are_one_image(tmp_path):
     float64 = array.astype(np.float64) / 255
     with_alpha = np.asarray(image.convert("RGBA"))
     expected = model.preparation(image)
-    of_fits = float32.astype(">f4")
-    for source in (image, array, float32, float64, of_fits, str(path), path, with_alpha):
+    big_endian = float32.astype(">f4")
+    for source in (image, array, float32, float64, big_endian, str(path), path, with_alpha):
         assert torch.equal(model.input_of(as_image(source)), expected)
     grey = np.asarray(image.convert("L"))
     with_axis = as_image(grey[:, :, None])

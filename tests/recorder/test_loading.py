@@ -104,13 +104,13 @@ def evaluated(image, side, resize, interpolation="bilinear"):
 @pytest.mark.parametrize("size", [(80, 60), (500, 300), (427, 640), (33, 33)])
 def test_images_are_prepared_as_evaluation_does(size, crop_pct):
     """Pixels equal those of timm's evaluation (squares and rectangles) and of torchvision's."""
-    own = load_model("cnn_cifar").preparation
+    shipped = load_model("cnn_cifar").preparation
     config = {"crop_pct": crop_pct, "interpolation": "bilinear"}
     for img_size in ((32, 32), (32, 64), (64, 32)):
         for mode in ("center", "squash", "border"):
-            prepare = replace(own, size=img_size, crop_mode=mode, **config)
+            prepare = replace(shipped, size=img_size, crop_mode=mode, **config)
             transform = create_transform(
-                (3, *img_size), **config, crop_mode=mode, mean=own.mean, std=own.std
+                (3, *img_size), **config, crop_mode=mode, mean=shipped.mean, std=shipped.std
             )
             torch.testing.assert_close(prepare(photo(size)), transform(photo(size)))
     for side, resize in ((32, 36), (29, 37), (49, 57)):

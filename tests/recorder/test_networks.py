@@ -166,9 +166,9 @@ def test_language_models_of_transformers(name, queries):
     with record_attention(model) as maps:
         forward()
     model.set_attn_implementation("eager")
-    by_hand = forward(output_attentions=True).attentions
+    expected = forward(output_attentions=True).attentions
     real = padded[:, -queries:].bool()  # rows of padding are not compared
-    for number, (layer, attn) in enumerate(zip(maps.values(), by_hand, strict=True)):
+    for number, (layer, attn) in enumerate(zip(maps.values(), expected, strict=True)):
         assert layer.name == f"layers.{number}.self_attn"
         assert layer.attn.shape == (2, 6, queries, 7)
         assert gap(layer.attn.transpose(1, 2)[real], attn.transpose(1, 2)[real]) <= LIMIT
@@ -338,11 +338,11 @@ def test_evolved_transformers_begin_with_the_maps_of_the_plain_ones(name, kind):
     assert len(with_logits) >= 2
     assert len(maps) == len(recordable_layers(plain))
     for number in [layer.number for layer in with_logits]:
-        own = maps[number]
-        assert gap(own.attn, before[number][theirs]) <= LIMIT
-        assert own.feat_size == (size[0] // 8, size[1] // 8)
+        layer_maps = maps[number]
+        assert gap(layer_maps.attn, before[number][theirs]) <= LIMIT
+        assert layer_maps.feat_size == (size[0] // 8, size[1] // 8)
         if theirs == "attn":
-            assert_close(own.attn, own.logits.softmax(-1), atol=LIMIT, rtol=LIMIT)
-        if own.prev_logits is not None:
-            assert torch.equal(own.prev_logits, maps[number - 1].logits)
+            assert_close(layer_maps.attn, layer_maps.logits.softmax(-1), atol=LIMIT, rtol=LIMIT)
+        if layer_maps.prev_logits is not None:
+            assert torch.equal(layer_maps.prev_logits, maps[number - 1].logits)
     assert not any("_attend" in vars(module) for module in model.modules())

@@ -62,12 +62,12 @@ def test_maps_are_those_of_the_query(name, options, layers, text, query, row):
     """The query is the middle, a pixel or a class token; its map covers the pixels."""
     model = small_model(name, **options)
     pixels = torch.randint(0, 256, (10, 3, 16, 16), dtype=torch.uint8)
-    asked = argparse.Namespace(layers=layers, query=text)
+    args = argparse.Namespace(layers=layers, query=text)
     numbers = [int(number) for number in layers.split(",")]
-    assert probe.layers_and_query(asked, model) == (numbers, query)
-    asked.query = "reg1"
+    assert probe.layers_and_query(args, model) == (numbers, query)
+    args.query = "reg1"
     with pytest.raises(UsageError, match="--query must be y,x.*, got 'reg1'"):
-        probe.layers_and_query(asked, model)
+        probe.layers_and_query(args, model)
     maps = extract_maps(model, pixels, numbers, query, batch_size=4)
     attn = recorded(model.model, model.preparation.normalize(pixels))[numbers[0]].attn
     assert [len(of_layer) for of_layer in maps] == [10] * len(numbers)
@@ -182,10 +182,10 @@ def test_seeds_draw_everything_but_the_images_and_unseen_takes_test_images(
     # all test images, none twice
     both = torch.cat([train, test]).flatten(1).unique(dim=0)
     assert torch.equal(both, digits.images.flatten(1).unique(dim=0))
-    found = [(row["maps"], row["seed"], row["top1"]) for row in rows]
+    results = [(row["maps"], row["seed"], row["top1"]) for row in rows]
     seeds = [("1", "10.00"), ("2", "20.00"), ("4", "40.00")]
-    assert found[:3] == [("trained", *seed) for seed in seeds]
-    assert found[3:] == [("untrained", *seed) for seed in seeds]
+    assert results[:3] == [("trained", *seed) for seed in seeds]
+    assert results[3:] == [("untrained", *seed) for seed in seeds]
     assert capsys.readouterr().out.count("23.33 ± 15.28") == 2
 
 

@@ -57,9 +57,9 @@ def test_images_are_those_of_the_processor(kind, tmp_path):
     image = smooth_photo()
     expected = processor(image, return_tensors="pt")["pixel_values"][0]
     beside_the_weights = as_loaded(saved(tmp_path, processor), "ViT")
-    given = as_loaded(transformers_model("ViT"), "ViT", processor=processor)
-    by_path = as_loaded(transformers_model("ViT"), "ViT", processor=str(tmp_path))
-    for loaded in (beside_the_weights, given, by_path):
+    from_instance = as_loaded(transformers_model("ViT"), "ViT", processor=processor)
+    from_path = as_loaded(transformers_model("ViT"), "ViT", processor=str(tmp_path))
+    for loaded in (beside_the_weights, from_instance, from_path):
         assert torch.equal(loaded.input_of(as_image(image)), expected)
         assert torch.equal(ea_vision.preprocess(loaded, image)[0], expected)
 
@@ -88,8 +88,8 @@ def test_mean_and_std_by_hand():
     alike = as_loaded(torchvision_vit(), "vit", mean=[0.5], std=[0.25])  # as timm takes them
     assert alike.preparation.mean == (0.5, 0.5, 0.5)
     assert alike.preparation.std == (0.25, 0.25, 0.25)
-    of_texts = ({"mean": "mean"}, {"mean": "5"})
-    for wrong in ({"mean": (0.1, 0.2)}, {"mean": 0.5}, *of_texts, {"std": (0.0, 1.0, 1.0)}):
+    wrong_configs = ({"mean": "mean"}, {"mean": "5"})
+    for wrong in ({"mean": (0.1, 0.2)}, {"mean": 0.5}, *wrong_configs, {"std": (0.0, 1.0, 1.0)}):
         with pytest.raises(UsageError, match="must be three numbers, one per channel"):
             as_loaded(torchvision_vit(), "vit", **wrong)
     with pytest.raises(

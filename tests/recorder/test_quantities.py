@@ -86,11 +86,11 @@ def swin():
 def test_distances_are_in_pixels_of_the_input_where_patches_leave_a_rest():
     """Patches of 8 pixels, of which 3 x 4 fit into 30x39."""
     model = transformers_model("Dinov2", image_size=32, patch_size=8)
-    by_size = []
+    per_size = []
     for size in ((24, 32), (30, 39)):
         layer = measure(model, [torch.zeros(1, 3, *size)])[0]
-        by_size.append((layer.uniform_distance, layer.distances))
-    assert_close(by_size[1], by_size[0])
+        per_size.append((layer.uniform_distance, layer.distances))
+    assert_close(per_size[1], per_size[0])
 
 
 @pytest.mark.parametrize(

@@ -100,16 +100,16 @@ def test_recorded_parts_satisfy_the_equations_of_the_evolution(name, options):
         alpha = torch.as_tensor(evolution.alpha).detach().reshape(-1, 1, 1)
         if evolution.predict:
             before = layer.prev_logits
-            own = layer.self_logits
+            mixed = layer.self_logits
             beta = alpha
         else:
             before = alpha * layer.prev_logits + (1 - alpha) * layer.self_logits
-            own = before
+            mixed = before
             beta = torch.as_tensor(evolution.beta).detach().reshape(-1, 1, 1)
         with torch.no_grad():
             convolved = evolution.convolve(before)
         assert_close(layer.conv_logits, convolved, atol=1e-5, rtol=1e-4)
-        assert_close(layer.logits, beta * convolved + (1 - beta) * own, atol=1e-5, rtol=1e-4)
+        assert_close(layer.logits, beta * convolved + (1 - beta) * mixed, atol=1e-5, rtol=1e-4)
 
 
 @torch.no_grad()
@@ -202,15 +202,15 @@ def test_of_several_forwards_and_of_several_runs_of_a_block_the_last_is_kept(cap
     model = tiny_vit("vit_tiny_patch16_224").eval()
     x = images(32, 32)
     model.blocks[-1].load_state_dict(model.blocks[0].state_dict())
-    own = recorded(model, x)
+    recording = recorded(model, x)
     assert not caplog.messages
     model.blocks[-1] = model.blocks[0]
     shared = recorded(model, x)
     [said] = caplog.messages
     assert "attention layer 1 (blocks.0.attn) runs several times in one forward" in said
-    assert len(shared) == len(own) - 1
-    assert torch.equal(shared[1].attn, own[len(own)].attn)
-    assert not torch.equal(shared[1].attn, own[1].attn)
+    assert len(shared) == len(recording) - 1
+    assert torch.equal(shared[1].attn, recording[len(recording)].attn)
+    assert not torch.equal(shared[1].attn, recording[1].attn)
 
 
 def test_gradient_checkpointing_records_once():

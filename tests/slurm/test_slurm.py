@@ -137,8 +137,8 @@ def test_without_sbatch_one_line_says_how_to_start_it(script, cluster):
     assert "is run by sbatch" in done.stderr
     assert done.stderr.count("\n") == 1
     lines = (ROOT / "slurm" / script).read_text().splitlines()
-    asked = " ".join(line for line in lines if line.startswith("#SBATCH"))
-    assert "--signal=B:TERM@120 --requeue --open-mode=append" in asked
+    directives = " ".join(line for line in lines if line.startswith("#SBATCH"))
+    assert "--signal=B:TERM@120 --requeue --open-mode=append" in directives
 
 
 @pytest.mark.parametrize(
@@ -248,9 +248,9 @@ def test_an_array_trains_what_evidence_reads_and_continues_after_its_limit(clust
         assert run_world(1, argv, cluster / "log", main=main) == [0], (cluster / "log").read_text()
     assert "2 variants x 2 seeds: --array=0-3 trains all; this is task 3" in out
     assert evidence.main([str(cluster / "sweep"), "--question", "EA,none"]) == 0
-    said = capsys.readouterr().out
-    assert "EA" in said
-    assert "none" in said
+    printed = capsys.readouterr().out
+    assert "EA" in printed
+    assert "none" in printed
     assert set(noted(cluster, "cpus")) == {"48"}
     code, out = array(4)
     assert code == 2

@@ -50,8 +50,8 @@ def test_each_claim_of_the_caption_is_a_number_of_the_maps(model):
     recording = record(model, Image.open(CAT), recordable_layers(model.model)[:3], PARTS)
     changed = changes(recording)
     head, (y, x) = choose(changed, recording.img_size)
-    said = caption()
-    assert f"Head {head}, query y {y}, x {x}, of" in said
+    text = caption()
+    assert f"Head {head}, query y {y}, x {x}, of" in text
     token = y // 4 * 8 + x // 4
     smallest = []
     for number in (2, 3):
@@ -63,7 +63,7 @@ def test_each_claim_of_the_caption_is_a_number_of_the_maps(model):
         change = 1 - torch.minimum(attn, alone).sum(-1)
         torch.testing.assert_close(changed[number].flatten(1), change, atol=1e-5, rtol=0)
         smallest.append(change)
-        assert f"{change[head, token]:.2f} in layer {number}" in said
+        assert f"{change[head, token]:.2f} in layer {number}" in text
     least = torch.stack(smallest).amin(0)
     assert least[head, token] == least.max()
 
@@ -111,10 +111,10 @@ def mean_maps(model, images):
 def likeness(maps, others):
     """Return the mean correlation of corresponding maps."""
     others = np.broadcast_to(others, maps.shape)
-    found = []
+    similarities = []
     for one, other in zip(maps, others, strict=True):
-        found.append(np.corrcoef(one.ravel(), other.ravel())[0, 1])
-    return np.mean(found)
+        similarities.append(np.corrcoef(one.ravel(), other.ravel())[0, 1])
+    return np.mean(similarities)
 
 
 def maps_and_mirror(model, paths):

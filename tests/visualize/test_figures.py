@@ -128,9 +128,9 @@ def test_rollout_of_a_class_is_its_evidence_in_the_class_token_or_in_all_pixels(
         figure = plot_rollout(model, image, target=2)
         [shown] = [values for values in maps_of(figure) if values.size == expected.numel()]
         np.testing.assert_allclose(shown.ravel(), expected, rtol=1e-4)
-    by_name = texts_of(plot_rollout(load_model(EA), PHOTO, target="bird", queries=[(3, 3)]))
-    assert "bird (" in by_name
-    assert "query 1" in by_name
+    labels = texts_of(plot_rollout(load_model(EA), PHOTO, target="bird", queries=[(3, 3)]))
+    assert "bird (" in labels
+    assert "query 1" in labels
     assert texts_of(plot_rollout(EA, PHOTO, target="predicted")).count("%") == 1
     with pytest.raises(UsageError, match="target must be a class .* got 'unicorn'"):
         plot_rollout(EA, PHOTO, target="unicorn")
@@ -180,8 +180,10 @@ def test_strips_say_what_they_show_in_the_order_in_which_it_is_computed(
     assert [axes.get_title() for axes in places if axes.get_title()] == columns
     if "alpha" in kwargs:
         mixed = "0.25 previous + 0.75 own"
-        said = f"logits = 0.5 relu(conv({mixed})) + 0.5 ({mixed}), attention = softmax(logits)"
-        assert said in texts_of(figure)
+        equation_text = (
+            f"logits = 0.5 relu(conv({mixed})) + 0.5 ({mixed}), attention = softmax(logits)"
+        )
+        assert equation_text in texts_of(figure)
 
 
 @pytest.mark.parametrize(
@@ -484,12 +486,12 @@ def test_layers_without_queries_of_pixels_are_passed_over_unless_they_are_named(
 def test_an_equation_has_no_zeros_and_ones():
     evolved = ea_vision.evolve(timm.create_model("vit_tiny_patch16_224", **TINY), "ea")
     layers = recordable_layers(evolved)
-    said = equation(evolved, layers)
-    assert said == "layer 2: logits = own, attention = softmax(logits)"
+    text = equation(evolved, layers)
+    assert text == "layer 2: logits = own, attention = softmax(logits)"
     with torch.no_grad():
         evolved.get_submodule(layers[1].name).evolution.beta.fill_(0.25)
-    said = equation(evolved, layers)
-    assert said == "layer 2: logits = 0.25 relu(conv(own)) + 0.75 own, attention = softmax(logits)"
+    text = equation(evolved, layers)
+    assert text == "layer 2: logits = 0.25 relu(conv(own)) + 0.75 own, attention = softmax(logits)"
 
 
 @pytest.mark.parametrize(

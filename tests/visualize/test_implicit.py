@@ -53,9 +53,9 @@ def test_the_quadrilateral_is_drawn_and_what_it_holds(digits):
     message = "needs a model with a SpatialTransformer.*resnet18_cifar .*with 0"
     with pytest.raises(UsageError, match=message):
         plot_sampling("resnet18_cifar", list(digits))
-    of_features = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 1), SpatialTransformer(8))
+    network = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 1), SpatialTransformer(8))
     with pytest.raises(UsageError, match=r"reads the image \(3 channels\), got one that reads 8"):
-        plot_sampling(of_features, list(digits))
+        plot_sampling(network, list(digits))
 
 
 def test_one_image_is_sampled_without_a_list(digits):

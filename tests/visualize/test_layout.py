@@ -167,8 +167,8 @@ SIZES = [(6.75, 1, 3, 2), (3.3, 6, 8, 3)]  # inches, layers, heads, models
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_figure_in_print(kind, width, layers, heads, models):
     """Nothing overlaps, text has 7 to 9 points, and there are at most as many photos as images."""
-    made = [recording(heads, f"{LONG} [{number}]") for number in range(models)]
-    figure = KINDS[kind](made, list(range(1, layers + 1)), [*range(heads), "mean"], width)
+    recorded = [recording(heads, f"{LONG} [{number}]") for number in range(models)]
+    figure = KINDS[kind](recorded, list(range(1, layers + 1)), [*range(heads), "mean"], width)
     assert figure.get_size_inches()[0] == pytest.approx(width)
     assert not problems(figure)
     sizes = {round(text.get_fontsize(), 2) for text in written(figure)}
@@ -179,18 +179,18 @@ def test_every_kind_of_figure_in_print(kind, width, layers, heads, models):
 
 @pytest.mark.parametrize("scale", ["tile", "all"])
 def test_scales(scale):
-    made = recording()
+    recorded = recording()
     style = MapStyle(scale=scale)
-    assert not problems(draw_strip(made, [1, 2], 0, QUERY, style, width=3.3))
-    assert not problems(draw_matrix(made, [1, 2], [0, 1], "logits", style, width=3.3))
+    assert not problems(draw_strip(recorded, [1, 2], 0, QUERY, style, width=3.3))
+    assert not problems(draw_matrix(recorded, [1, 2], [0, 1], "logits", style, width=3.3))
 
 
 def test_the_users_size_of_text():
-    made = recording(label=LONG)
+    recorded = recording(label=LONG)
     with matplotlib.rc_context({"font.size": 16}):
         for figure in (
-            draw_strip(made, [1, 2], 0, QUERY),
-            models_side_by_side([made, made], [1, 4]),
+            draw_strip(recorded, [1, 2], 0, QUERY),
+            models_side_by_side([recorded, recorded], [1, 4]),
         ):
             assert not problems(figure)
             largest = max(text.get_fontsize() for text in written(figure))
@@ -198,18 +198,18 @@ def test_the_users_size_of_text():
 
 
 def test_without_a_width_a_figure_is_as_wide_as_it_needs_to_be():
-    made = recording(8)
-    narrow = draw_heatmap(made, [1], [0], [QUERY])
-    wide = draw_heatmap(made, [1, 2], range(8), [QUERY])
+    recorded = recording(8)
+    narrow = draw_heatmap(recorded, [1], [0], [QUERY])
+    wide = draw_heatmap(recorded, [1, 2], range(8), [QUERY])
     assert narrow.get_size_inches()[0] < 3.3
     assert 4 < wide.get_size_inches()[0] <= 6.75
 
 
 @pytest.mark.parametrize("img_size", [(64, 24), (24, 64)])
 def test_tall_and_wide_images(img_size):
-    made = recording(2, LONG, img_size)
-    assert not problems(draw_strip(made, [1, 2], 0, QUERY))
-    assert not problems(models_side_by_side([made, made], [1, 2]))
+    recorded = recording(2, LONG, img_size)
+    assert not problems(draw_strip(recorded, [1, 2], 0, QUERY))
+    assert not problems(models_side_by_side([recorded, recorded], [1, 2]))
 
 
 @pytest.mark.parametrize(

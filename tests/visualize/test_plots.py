@@ -77,9 +77,9 @@ def test_a_compiled_network_is_drawn_as_it_is():
 def test_what_an_image_processor_gives_is_drawn():
     model = small(num_classes=3)
     image = torch.rand(3, 16, 16)
-    given = {"pixel_values": normalised(model, [image])}
+    inputs = {"pixel_values": normalised(model, [image])}
     [one] = overlaid(plot_heatmap(model, image, 1, 0, [(1, 1)]))
-    [other] = overlaid(plot_heatmap(model, given, 1, 0, [(1, 1)]))
+    [other] = overlaid(plot_heatmap(model, inputs, 1, 0, [(1, 1)]))
     np.testing.assert_allclose(other.get_array(), one.get_array(), rtol=1e-4)
 
 
@@ -93,9 +93,9 @@ def test_titles_say_model_weights_layer_head_and_query():
     strip = texts_of(plot_strip(untrained, image, layers="1-3", head=1))
     for text in (f"{name} (untrained)", "head 1"):
         assert text in strip
-    several = texts_of(plot_heatmap(untrained, [image, image], layers=[2], heads=1))
+    titles = texts_of(plot_heatmap(untrained, [image, image], layers=[2], heads=1))
     for text in ("(untrained)", "layer 2", "head 1", "mean of all queries"):
-        assert text in several
+        assert text in titles
 
 
 def test_a_tile_is_its_images_map():
@@ -105,14 +105,14 @@ def test_a_tile_is_its_images_map():
     token = 1 * 8 + 2  # on a map of 4x8
     images = [torch.rand(3, 16, 32), torch.rand(3, 16, 32)]
     attn = 32 * recorded(model, normalised(model, images), layers=[1])[1].attn
-    of_query = attn[:, :, token]
+    query_map = attn[:, :, token]
     for figure, expected in (
         (
             plot_heatmap(model, images[0], 1, "1,mean", [query]),
-            [of_query[0, 1], of_query[0].mean(0)],
+            [query_map[0, 1], query_map[0].mean(0)],
         ),
         (plot_heatmap(model, images, 1, 1), attn[:, 1].mean(1)),
-        (plot_heatmap(model, images, 1, 1, [query]), of_query[:, 1]),
+        (plot_heatmap(model, images, 1, 1, [query]), query_map[:, 1]),
     ):
         for tile, values in zip(overlaid(figure), expected, strict=True):
             np.testing.assert_allclose(tile.get_array(), values.view(4, 8), rtol=1e-4)
