@@ -603,7 +603,7 @@ class EvolvingAttention(_ConvolvedEvolution):
             raise ValueError(f"causal must be 'none', 'self' or 'cross', got {causal!r}")
         if causal != "none" and alpha:
             raise ValueError(
-                f"causal={causal!r} has no skip connection: alpha=0 required, got {alpha}"
+                f"causal={causal!r} has no skip connection: leave alpha out, got {alpha}"
             )
         default = 0.5 if causal == "none" else 0.0
         super().__init__(

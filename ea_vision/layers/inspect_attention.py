@@ -80,21 +80,32 @@ def owners(model: nn.Module, name: str) -> list[nn.Module]:
     return [model.get_submodule(".".join(parts[:depth])) for depth in depths]
 
 
-def embedding_of(model: nn.Module, name: str) -> tuple[nn.Conv2d | None, tuple[str, ...]]:
-    """Return the convolution that embeds the patches of a layer's tokens, and the `prefix_names` before the patches.
+IMAGE_OPTIONS = (
+    "patch_size",
+    "patch_sizes",
+    "image_size",
+)  # of the configurations of vision models
 
-    (None, ()) if the tokens are not patches of an image.
-    """
-    first, *around = owners(model, name)
-    if not hasattr(getattr(first, "config", model.config), "patch_size"):
-        return None, ()
-    for owner in around:
+
+def embedding_of(model: nn.Module, name: str) -> tuple[nn.Conv2d | None, tuple[str, ...], bool]:
+    """Return the convolution that embeds the patches of a layer's tokens or None, the `prefix_names` before the
+    patches, and whether the tokens are of images."""
+    around = owners(model, name)
+    configs = [owner.config for owner in around if hasattr(owner, "config")]
+    of_images = any(hasattr(configs[0], option) for option in IMAGE_OPTIONS)
+    for owner in around[1:]:
+        # another configuration is that of a model around this one, such as CLIP around its image tower
+        if (
+            not hasattr(configs[0], "patch_size")
+            or getattr(owner, "config", configs[0]) is not configs[0]
+        ):
+            break
         for path, module in owner.named_modules():
             if isinstance(module, nn.Conv2d):
                 # tokens of other modules, such as AIMv2's pooling, are not in the sequence
                 part = path.partition(".")[0]
-                return module, prefix_names(owner, part)
-    return None, ()
+                return module, prefix_names(owner, part), of_images
+    return None, (), of_images
 
 
 def window_of(layer: nn.Module) -> int | None:
@@ -103,37 +114,48 @@ def window_of(layer: nn.Module) -> int | None:
     return getattr(layer, "sliding_window", getattr(config, "sliding_window", None))
 
 
-def is_causal(model: nn.Module, name: str) -> bool:
-    """Return whether a layer is causal: by its attribute `is_causal`, or by the masks that modules around it build."""
+def is_causal(model: nn.Module, name: str, decodes: bool) -> bool:
+    """Return whether a layer is causal: by its attribute `is_causal`, or by the masks that modules around it build.
+
+    Args:
+        decodes: whether its block has cross-attention, whose mask is built beside a causal one.
+    """
     if getattr(model.get_submodule(name), "is_causal", False):
         return True
     for owner in owners(model, name):
         called = names_called(owner)
         masks = [mask for mask in called if re.fullmatch(r"create_\w*mask\w*", mask)]
         if masks:
-            return all("causal" in mask for mask in masks)
+            causal = ["causal" in mask for mask in masks]
+            return any(causal) if decodes else all(causal)
     return False
 
 
 @dataclass(frozen=True)
 class LayerChain:
-    """The names of consecutive attention layers of a model.
+    """Consecutive attention layers of a model.
 
     Attributes:
         layers: their names.
         blocks: names of the blocks that contain them.
         across: whether they attend to another sequence.
         causal: "self": a query reads no later token; "cross": a decoder's queries read the source; "none": all is read.
+        embedding: the convolution that embeds the patches that are their tokens, or None.
+        prefix: names of the tokens before the patches.
+        of_images: whether their tokens are of images.
     """
 
     layers: tuple[str, ...]
     blocks: tuple[str, ...]
     across: bool
     causal: str
+    embedding: nn.Conv2d | None
+    prefix: tuple[str, ...]
+    of_images: bool
 
 
 def layer_chains(model: nn.Module) -> list[LayerChain]:
-    """Return the chains of layers that `uses_interface` finds.
+    """Return the chains of layers that `uses_interface` finds, in a model without evolutions.
 
     Layers of a chain have equally many heads, their names differ only in numbers, and their blocks are in one list: the
     stages of a hierarchical network (SegFormer) have maps of different sizes.
@@ -146,9 +168,14 @@ def layer_chains(model: nn.Module) -> list[LayerChain]:
     stages = []
     for heads in rows.values():
         stages += _by_stage(heads)
+    crossing = set()
+    for names, blocks in stages:
+        if CROSS_ATTENTION.search(names[0]):
+            crossing.update(blocks)
     decoders = set()
     for names, blocks in stages:
-        if not CROSS_ATTENTION.search(names[0]) and is_causal(model, names[0]):
+        across = CROSS_ATTENTION.search(names[0])
+        if not across and is_causal(model, names[0], blocks[0] in crossing):
             decoders.update(blocks)
     chains = []
     for names, blocks in stages:
@@ -156,7 +183,7 @@ def layer_chains(model: nn.Module) -> list[LayerChain]:
         causal = "none"
         if blocks[0] in decoders:
             causal = "cross" if across else "self"
-        chains.append(LayerChain(names, blocks, across, causal))
+        chains.append(LayerChain(names, blocks, across, causal, *embedding_of(model, names[0])))
     return chains
 
 

@@ -335,4 +335,4 @@ class SequenceMaps(MapsAttention, nn.Module):
         chain.store[thread] = Handed(
             self.number, handed.feat_size, logits, first_values, torch.is_grad_enabled()
         )
-        return out.transpose(1, 2)
+        return out.transpose(1, 2).contiguous()  # models may call view on it

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ea_vision.base.errors import UsageError
-from ea_vision.layers import inspect_attention
+from ea_vision.layers import evolution_class, inspect_attention
 from ea_vision.layers import sequence_attention as sequences
 from ea_vision.layers.handing_on import Handed, HandingBlock, remove_hooks
 from ea_vision.models._mechanisms import Mechanisms, check_idle, refuse
@@ -171,13 +171,12 @@ def give(model: nn.Module, mechanisms: Mechanisms) -> None:
     """Add mechanisms to a model, in place."""
     register()
     chains = inspect_attention.layer_chains(model)
-    if mechanisms.reads_previous:
-        chains = [chain for chain in chains if len(chain.layers) > 1]
-    if not chains:
-        raise UsageError(
-            f"a chain of two layers or more required, got {inspect_attention.layer_chains(model)}"
-        )
-    for chain in chains:
+    shortest = 2 if mechanisms.reads_previous else 1
+    evolving = [chain for chain in chains if len(chain.layers) >= shortest]
+    if not evolving:
+        layers = [chain.layers for chain in chains]
+        raise UsageError(f"a chain of two layers or more required, got {layers}")
+    for chain in evolving:
         _give_chain(model, chain, mechanisms)
     plain = model.config._attn_implementation
     setattr(model.config, NAME, {**mechanisms.keywords(), "attn_implementation": plain})
@@ -196,7 +195,11 @@ def _give_chain(
     chain = sequences.Chain(mechanisms.kind, names.across, len(layers), decoder)
     chain.belong_to(model)
     chain.watch(_around(model, names.blocks[0]))
-    prefix_tokens = _watch_patches(model, names.layers[0], chain, mechanisms)
+    if names.embedding is not None:
+        names.embedding.register_forward_hook(chain.note_grid)
+    else:
+        _check_grid_is_not_needed(mechanisms, names)
+    prefix_tokens = len(names.prefix)
     for number, layer in enumerate(layers, start=1):
         heads = inspect_attention.heads_of(layer) or layer.config.num_attention_heads
         layer.maps = sequences.SequenceMaps(chain, number, heads, prefix_tokens)
@@ -212,16 +215,14 @@ def _give_chain(
         _put_in_chain(block, chain, layers[0].config)
 
 
-def _watch_patches(
-    model: nn.Module, layer: str, chain: sequences.Chain, mechanisms: Mechanisms
-) -> int:
-    """Let a chain note the grid of an image's patches; return the number of tokens before them."""
-    embedding, prefix = inspect_attention.embedding_of(model, layer)
-    if embedding is not None:
-        embedding.register_forward_hook(chain.note_grid)
-    elif mechanisms.token_conv:
-        raise UsageError(f"token_conv needs patches of an image, got the sequence of {layer}")
-    return len(prefix)
+def _check_grid_is_not_needed(mechanisms: Mechanisms, names: inspect_attention.LayerChain) -> None:
+    """Raise UsageError if mechanisms need the grid of patches, or would take an image for a line of text."""
+    spatial = mechanisms.kind is not None and evolution_class(mechanisms.kind).spatial
+    if mechanisms.token_conv or (spatial and names.of_images):
+        name = "token_conv" if mechanisms.token_conv else repr(mechanisms.kind)
+        raise UsageError(
+            f"{name} needs patches of an image, embedded by a Conv2d, got the sequence of {names.layers[0]}"
+        )
 
 
 def _in_causal_form(mechanisms: Mechanisms, causal: str) -> Mechanisms:

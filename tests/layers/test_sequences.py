@@ -145,7 +145,7 @@ def test_a_padded_sequence_is_the_sequence_without_padding(kind, left, right, ke
     [
         ({}, "prev_logits of the previous layer required, got None"),
         ({"causal": "future"}, "'none', 'self' or 'cross', got 'future'"),
-        ({"alpha": 0.5, "causal": "self"}, "has no skip connection: alpha=0 required, got 0.5"),
+        ({"alpha": 0.5, "causal": "self"}, "has no skip connection: leave alpha out, got 0.5"),
     ],
 )
 def test_bad_options_are_named(options, message):

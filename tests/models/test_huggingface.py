@@ -2,6 +2,7 @@
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -484,6 +485,79 @@ def test_a_token_of_the_pooling_is_none_of_the_sequence_s():
         assert not torch.equal(lively(evolved)(**inputs).last_hidden_state, expected)
 
 
+def sizes_of(name):
+    """Inputs of two sizes."""
+    inputs = inputs_of(name)
+    if "pixel_values" not in inputs:
+        return inputs, {key: value[:, :-2].contiguous() for key, value in inputs.items()}
+    if "dino" in name:
+        return inputs, {"pixel_values": torch.randn(2, 3, 24, 40)}
+    resized = {"pixel_values": torch.randn(2, 3, 24, 40), "interpolate_pos_encoding": True}
+    return inputs, resized
+
+
+@every
+@torch.no_grad()
+def test_forwards_of_two_sizes_follow_one_another(name):
+    model = create(name)
+    inputs = [*sizes_of(name), *sizes_of(name)]
+    expected = [model(**each).last_hidden_state for each in inputs]
+    for kind in kinds_of(name):
+        evolved = evolve(model, kind)
+        for each, state in zip(inputs, expected, strict=True):
+            assert_close(evolved(**each).last_hidden_state, state, rtol=0, atol=1e-5)
+
+
+def siglip2():
+    text = dict(TEXT, projection_size=32, pad_token_id=1, bos_token_id=0, eos_token_id=2)
+    sizes = dict(SMALL, num_patches=16, patch_size=4)
+    config = transformers.Siglip2Config(text_config=text, vision_config=sizes)
+    inputs = []
+    for H, W in ((3, 4), (2, 5)):
+        inputs.append(
+            {
+                "input_ids": torch.randint(3, 50, (1, 9)),
+                "pixel_values": torch.randn(1, H * W, 48),
+                "pixel_attention_mask": torch.ones(1, H * W, dtype=torch.long),
+                "spatial_shapes": torch.tensor([[H, W]]),
+            }
+        )
+    return transformers.Siglip2Model(config), inputs
+
+
+def video(family, frames, **options):
+    """A model of videos, and two inputs."""
+    config = getattr(transformers, f"{family}Config")(**VISION, tubelet_size=2, **options)
+    name = "pixel_values_videos" if family == "VJEPA2" else "pixel_values"
+    model = getattr(transformers, f"{family}Model")(config)
+    return model, [{name: torch.randn(1, frames, 3, 32, 32)} for _ in range(2)]
+
+
+VJEPA2 = dict(crop_size=32, frames_per_clip=4, pred_hidden_size=32, pred_num_attention_heads=4)
+NO_CONV2D = {  # models whose patches no Conv2d embeds
+    "SigLIP 2": siglip2,
+    "V-JEPA 2": partial(video, "VJEPA2", 4, **VJEPA2, pred_num_hidden_layers=2),
+    "VideoMAE": partial(video, "VideoMAE", 4, num_frames=4),
+}
+
+
+@pytest.mark.parametrize("name", NO_CONV2D)
+@torch.no_grad()
+def test_a_mechanism_s_convolution_is_no_patch_embedding(name):
+    torch.manual_seed(0)
+    model, inputs = NO_CONV2D[name]()
+    model.eval()
+    expected = [model(**each)[0] for each in inputs]
+    for kind in ("ea", "pa", "residual"):
+        evolved = evolve(model, kind)
+        for _ in range(2):
+            for each, state in zip(inputs, expected, strict=True):
+                assert_close(evolved(**each)[0], state, rtol=0, atol=1e-5)
+    for kind, token_conv in (("conv2d", False), (None, True)):
+        with pytest.raises(ValueError, match="needs patches of an image, embedded by a Conv2d"):
+            evolve(model, kind, token_conv=token_conv)
+
+
 @pytest.mark.parametrize(
     "name, prefix", [("vit", 1), ("dinov2", 1), ("dinov3", 3), ("siglip", 0), ("clip vision", 1)]
 )
@@ -695,6 +769,49 @@ def test_a_chain_begins_anew_where_there_are_other_heads_or_another_stage(heads)
     assert [each.convs[0].in_channels for each in evolutions] == heads[:2]
     assert not torch.equal(lively(evolved)(images).last_hidden_state, expected)
     assert torch.equal(unevolve(evolve(model))(images).last_hidden_state, expected)
+
+
+@torch.no_grad()
+def test_attention_s_output_is_contiguous_as_that_of_transformers():
+    """JetMoE calls view on it."""
+    torch.manual_seed(0)
+    experts = dict(kv_channels=8, num_local_experts=4, num_experts_per_tok=2, pad_token_id=1)
+    config = transformers.JetMoeConfig(**TEXT, num_key_value_heads=2, **experts)
+    model = transformers.JetMoeModel(config).eval()
+    words = torch.arange(3, 12)[None]
+    expected = model(words, use_cache=False).last_hidden_state
+    for kind in ("ea", "residual", "gated"):
+        got = evolve(model, kind)(words, use_cache=False).last_hidden_state
+        assert_close(got, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["PegasusX", "BigBirdPegasus"])
+@torch.no_grad()
+def test_a_decoder_is_causal_by_the_mask_that_it_builds(family):
+    """These build a mask for cross-attention beside the causal one."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**SEQ2SEQ, block_size=8)
+    model = getattr(transformers, f"{family}Model")(config).eval()
+    with pytest.raises(ValueError, match="no form for the causal attention of"):
+        evolve(model, "pa")
+    words = torch.randint(3, 50, (2, 16))
+    expected = model(words, decoder_input_ids=words[:, :7]).last_hidden_state
+    evolved = evolve(model, "ea")
+    got = evolved(words, decoder_input_ids=words[:, :7], use_cache=False).last_hidden_state
+    assert_close(got, expected, rtol=0, atol=1e-5)
+    lively(evolved)
+    results = []
+    for last in (5, 9):
+        targets = torch.cat([words[:, :6], torch.full((2, 1), last)], dim=1)
+        results.append(evolved(words, decoder_input_ids=targets, use_cache=False).last_hidden_state)
+    assert torch.equal(results[0][:, :6], results[1][:, :6])
+    assert not torch.equal(results[0], results[1])
+
+
+def test_t5_s_refusal_of_alpha_says_what_works():
+    with pytest.raises(ValueError, match="leave alpha out, got 0.1"):
+        evolve(create("t5"), "ea", start="paper", alpha=0.1)
+    evolve(create("t5"), "ea", start="paper")
 
 
 @pytest.mark.parametrize("kind", ["pa", "reattention", "refiner", "mta", "conv2d"])
