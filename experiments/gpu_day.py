@@ -2,7 +2,11 @@
 
     python -m experiments.gpu_day --output "$OUT"                 # on a GPU
     python -m experiments.gpu_day --output /tmp/day --dry-run     # tiny, on a CPU: do all parts run?
-    python -m experiments.gpu_day --output "$OUT" --parts accuracy --cifar10 DIR
+    python -m experiments.gpu_day --output "$OUT" --parts accuracy --cifar100 DIR
+
+The parts, most needed first: the machine, tests/gpu (150 s), one layer by every way to compute it
+and the kernels of maps_on_gpu (60 s), the table of training steps with a profile of EA-50 (240 s), and with the rest of
+the time CIFAR-100, whose weights are kept every ten epochs.
 
 If a part fails or takes longer than its share of the time, parts.csv says so, and the next part begins. Compilation
 takes most of the time, so the networks of the table are compiled in parallel, one per process, and timed one at a time.
@@ -10,15 +14,18 @@ takes most of the time, so the networks of the table are compiled in parallel, o
 
 import argparse
 import copy
+import math
 import os
+import re
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
@@ -35,23 +42,29 @@ import ea_vision
 from ea_vision.__main__ import main as ea_vision_main
 from ea_vision.base import devices
 from ea_vision.engine.muon import batch_muon
-from ea_vision.ops import evolving_attention, triton_attention, triton_tiles
+from ea_vision.ops import evolving_attention
 from experiments.benchmark import EAGER, Case, Steps, interleaved, live_network
+from experiments.maps_on_gpu import emulate, launch
 
 COMPILED = "default"
 GRAPHS = "reduce-overhead"
 TABLE = {  # (network, implementation) -> modes; CUDA graphs of all five would not fit into memory
     ("resnet50", "chosen"): (EAGER, COMPILED, GRAPHS),
     ("aa_resnet50", "chosen"): (EAGER, COMPILED),
-    ("aa_resnet50", "sdpa"): (EAGER, COMPILED),
+    ("aa_resnet50", "sdpa"): (COMPILED,),
     ("pa_aa_resnet50", "chosen"): (EAGER, COMPILED),
     ("ea_aa_resnet50", "chosen"): (EAGER, COMPILED, GRAPHS),
+    ("ea_aa_resnet50", "reference"): (COMPILED,),
 }
 CIFAR = "ea_conv_transformer_cifar"
 CIFAR_BATCHES = (128, 512)
 OPTIMIZERS = ("muon", "batched muon", "sgd")
 TINY = {"widths": [8, 8, 16, 16], "depth": 1}
-COMPILATION = 240  # seconds that the processes of the table wait for each other
+SECONDS = 720  # of the whole day
+TESTING = 150  # seconds
+LAYERS = 60  # seconds, after which no other way is begun
+COMPILATION = 150  # seconds that the processes of the table wait for each other
+TIMING = 90  # seconds, after that
 ROUNDS = 6
 STEPS = 3  # consecutive steps of one network
 # prefixes of profiler ranges, which are not kernels
@@ -64,6 +77,7 @@ ATTENTION = (  # names of our kernels
     "queries_backward",
     "keys_backward",
 )
+MOVES = ("copy_", "cat", "add", "add_", "mm", "addmm", "bmm")
 KINDS = {  # kind -> substrings of kernel names; the first match counts
     "norms, sums, pooling, fused": ("triton_",),
     "convolutions": ("implicit", "fprop", "dgrad", "wgrad", "cudnn", "conv"),
@@ -71,18 +85,21 @@ KINDS = {  # kind -> substrings of kernel names; the first match counts
     "copies": ("copy", "cat", "memcpy", "memset"),
     "optimiser": ("multi_tensor",),
 }
-# failed on an H200 on 2026-11-26, see kernels.md
-FAILED_LAST_TIME = "heads or half_precision or 577 or chain or memory_errors"
 
 
 @dataclass
 class Day:
-    """The settings of all parts: output folder, dry run or not, data, epochs."""
+    """The settings of all parts: output folder, dry run or not, data, epochs, and when the day ends.
+
+    Attributes:
+        ends: of `time.monotonic`.
+    """
 
     output: Path
     dry: bool
-    cifar10: Path | None = None
-    epochs: int = 25
+    cifar100: Path | None = None
+    epochs: int = 84
+    ends: float = math.inf
 
     @property
     def device(self) -> torch.device:
@@ -101,8 +118,12 @@ class Day:
             try:
                 return process.wait(seconds)
             except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+                process.terminate()  # a trainer keeps a checkpoint
+                try:
+                    process.wait(20)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
                 raise
 
     def ea_vision(self, seconds: float, *argv: str) -> int:
@@ -161,33 +182,25 @@ def machine(day: Day) -> None:
 
 
 def tests(day: Day) -> None:
-    """Run the operators' tests, beginning with those that failed last time; `-v` logs each test when it ends.
+    """Run tests/gpu and write each test that ended, with its outcome.
 
     Raises:
-        RuntimeError: a test failed or did not end in time.
+        RuntimeError: a test failed, or not all ended in time.
     """
-    folders = ("tests/gpu", "tests/ops")
-    chosen = {
-        "failed last time": (60, FAILED_LAST_TIME),
-        "the trainer": (150, "trainer"),
-        "others": (200, f"not ({FAILED_LAST_TIME} or speed or trainer)"),
-    }
-    limit = ("-n", "10")
+    options = ["-v", "-n", "12", "--dist", "worksteal", "-k", "not speed"]
     if day.dry:
-        chosen = {"collected": (80, "operators")}
-        limit = ("--collect-only",)
-    rows = []
-    for name, (seconds, words) in chosen.items():
-        start = time.monotonic()
-        options = ("-v", "-p", "no:cacheprovider", "-k", words, *limit)
-        try:
-            code = day.command(seconds, "pytest", *folders, *options)
-        except subprocess.TimeoutExpired:
-            code = "out of time"
-        rows.append({"tests": name, "exit_code": code, "seconds": time.monotonic() - start})
-        day.save("tests", rows)
-    for row in rows:
-        check_exit(row["exit_code"], f"pytest of {row['tests']}")
+        options = ["--collect-only", "-k", "operators"]
+    command = ["pytest", "tests/gpu", "-p", "no:cacheprovider", *options]
+    code = "no end in time"
+    try:
+        code = day.command(TESTING, *command)
+    except subprocess.TimeoutExpired:
+        pass  # the log has what ended
+    [log] = day.output.glob("pytest-*.log")
+    ended = re.findall(r"(PASSED|FAILED|ERROR|SKIPPED) (tests/\S.*)", log.read_text())
+    rows = [{"test": name, "outcome": outcome.lower()} for outcome, name in ended]
+    day.save("tests", [*rows, {"test": "all", "outcome": f"exit code {code}"}])
+    check_exit(code, "pytest")
 
 
 @dataclass
@@ -272,10 +285,12 @@ def time_network(day: Day, turns: Turns, name: str, implementation: str) -> None
         row["train_ms"] = trained.get(mode)
         row["infer_ms"] = inferred.get(mode)
     day.save(f"table-{name}-{implementation}", list(rows.values()))
-    if name == "ea_aa_resnet50":
+    if (name, implementation) == ("ea_aa_resnet50", "chosen"):
         mode = EAGER if day.dry else COMPILED
         with turns.gpu:
             day.save("profile-ea_aa_resnet50", profiled(day, steps[mode]))
+            if EAGER in steps:
+                day.save("elements-ea_aa_resnet50", moved(day, steps[EAGER]))
 
 
 def profiled(day: Day, steps: Steps) -> list[dict]:
@@ -296,6 +311,30 @@ def profiled(day: Day, steps: Steps) -> list[dict]:
         is_kernel = not event.self_cpu_time_total and not any(word in event.key for word in RANGES)
         if day.dry or is_kernel and milliseconds:
             rows.append(row)
+    return rows
+
+
+def moved(day: Day, steps: Steps) -> list[dict]:
+    """Return calls, milliseconds and input elements of operators of a step that copy, join, add or multiply."""
+    activities = [ProfilerActivity.CPU]
+    if not day.dry:
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities, record_shapes=True) as recorded:
+        steps.train()
+        devices.synchronize(day.device)
+
+    def elements(shapes: list) -> int:
+        if all(isinstance(entry, int) for entry in shapes):
+            return math.prod(shapes) if shapes else 0
+        return sum(elements(entry) for entry in shapes if isinstance(entry, list))
+
+    rows = []
+    for event in recorded.key_averages(group_by_input_shape=True):
+        if event.key.removeprefix("aten::") in MOVES:
+            milliseconds = (event.self_device_time_total or event.self_cpu_time_total) / 1e3
+            row = {"operator": event.key, "calls": event.count, "ms": milliseconds}
+            shapes = [list(shape) for shape in event.input_shapes]
+            rows.append(row | {"elements": event.count * elements(shapes)})
     return rows
 
 
@@ -390,7 +429,7 @@ def table_by_processes(day: Day, jobs: list[tuple]) -> None:
     with mock.patch.dict(os.environ, settings):
         for process in processes:
             process.start()
-    until = time.monotonic() + COMPILATION + 120
+    until = time.monotonic() + COMPILATION + TIMING
     for process in processes:
         process.join(max(0.0, until - time.monotonic()))
         if process.is_alive():
@@ -438,34 +477,25 @@ def layer_inputs(day: Day, side: int, evolves: bool) -> dict[str, torch.Tensor]:
     }
 
 
-@contextmanager
-def tiles_of(tile: triton_tiles.Tile) -> Iterator[None]:
-    """Let all kernels use this tile."""
-    with mock.patch.object(triton_attention, "default_tile", lambda *_: tile):
-        yield
-
-
 def layer_cases(day: Day, side: int) -> dict[str, Callable[[], None]]:
-    """Return calls of EA's layer with several tiles, and of AA's layer with several implementations."""
+    """Return calls of EA's and AA's layer, forward and backward, with each implementation."""
     evolving = layer_inputs(day, side, evolves=True)
     plain = layer_inputs(day, side, evolves=False)
-    by_reference = {"implementation": "reference", "need_logits": False}
-    calls = {"AA by the reference": layer_call(plain, side, **by_reference)}
-    if day.dry:
-        return {"EA": layer_call(evolving, side), **calls}
-    small = triton_tiles.Tile(16, 16, 8, 1)
-    calls["EA"] = layer_call(evolving, side)
-    calls["EA, tiles of 16x16"] = within(tiles_of, layer_call(evolving, side), small)
-    by_triton = {"implementation": "triton", "need_logits": False}
-    by_sdpa = {"implementation": "sdpa", "need_logits": False}
-    calls["AA by triton"] = layer_call(plain, side, **by_triton)
-    for backend in (
-        SDPBackend.FLASH_ATTENTION,
-        SDPBackend.EFFICIENT_ATTENTION,
-        SDPBackend.CUDNN_ATTENTION,
-    ):
-        name = f"AA by sdpa, {backend.name}"
-        calls[name] = within(sdpa_kernel, layer_call(plain, side, **by_sdpa), backend)
+    calls = {}
+    for name, inputs, need_logits in (("EA", evolving, True), ("AA", plain, False)):
+        options = {"need_logits": need_logits}
+        ways = {"the reference": {"implementation": "reference"}}
+        if not day.dry:
+            ways["triton"] = {"implementation": "triton"}
+        for way, more in ways.items():
+            calls[f"{name} by {way}"] = layer_call(inputs, side, **options, **more)
+        compiler = "eager" if day.dry else "inductor"
+        compiled = layer_call(inputs, side, compiler, **options, implementation="reference")
+        calls[f"{name} by the reference, compiled"] = compiled
+    if not day.dry:
+        by_sdpa = layer_call(plain, side, need_logits=False, implementation="sdpa")
+        for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+            calls[f"AA by sdpa, {backend.name}"] = within(sdpa_kernel, by_sdpa, backend)
     return calls
 
 
@@ -479,55 +509,86 @@ def within(context: Callable, call: Callable[[], None], *arguments: Any) -> Call
     return inside
 
 
-def layer_call(inputs: dict[str, torch.Tensor], side: int, **options) -> Callable[[], None]:
-    """Return a call of a layer's forward and backward pass."""
+def layer_call(
+    inputs: dict[str, torch.Tensor], side: int, compiler: str = "", **options
+) -> Callable[[], None]:
+    """Return a call of a layer's forward and backward pass, compiled if a compiler is named."""
+
+    def forward(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        return evolving_attention(**tensors, feat_size=(side, side), **options)[0]
+
+    if compiler:
+        forward = torch.compile(forward, backend=compiler)
 
     def call():
-        out, _ = evolving_attention(**inputs, feat_size=(side, side), **options)
+        out = forward(inputs)
         torch.autograd.grad(out.float().sum(), list(inputs.values()), allow_unused=True)
 
     return call
 
 
 def layers(day: Day) -> None:
-    """Time one layer at 14x14 and 28x28: EA with several tiles; AA with Triton, each sdpa kernel and the reference."""
+    """Time one layer at 14x14, 7x7 and 28x28 by every way; then check and time the kernels of maps_on_gpu at 14x14."""
+    ends = min(day.ends, time.monotonic() + LAYERS)
     rows = []
-    for side in (3,) if day.dry else (14, 28):
+    for side in (3,) if day.dry else (14, 7, 28):
         for name, call in layer_cases(day, side).items():
             row = {"side": side, "layer": name}
-            try:
-                row["ms"] = day.times({name: call}, repeats=20)[name]
-            except RuntimeError as error:
-                row["error"] = str(error)[:200]
+            if time.monotonic() > ends:
+                row["error"] = "no time was left"
+            else:
+                try:
+                    row["ms"] = day.times({name: call}, repeats=20)[name]
+                except RuntimeError as error:
+                    row["error"] = str(error)[:200]
             rows.append(row)
             day.save("layers", rows)
+    fused_kernels(day)
+
+
+def fused_kernels(day: Day) -> None:
+    """Write the errors of the kernels of maps_on_gpu, and the forward pass's time beside Triton's."""
+    with tempfile.TemporaryDirectory() as folder:
+        load = partial(emulate.build, folder=Path(folder)) if day.dry else launch.load
+        kind = day.device.type
+        errors = emulate.forward_errors(emulate.Forward(load("forward.cu"), device=kind))
+        errors |= emulate.backward_errors(load("backward_core.cu"), kind)
+        rows = [{"output": k, "error": e, "beside": bound} for k, (e, bound) in errors.items()]
+        day.save("fused-errors", rows)
+        forward = emulate.Forward(load("forward.cu"), 1 if day.dry else 256, kind)
+        options = {"alpha": emulate.ALPHA, "feat_size": (emulate.H, emulate.W)}
+        chosen = partial(evolving_attention, *forward.inputs, **options)
+        times = day.times({"fused": forward, "chosen": chosen}, repeats=20)
+    day.save("fused-forward", [{"way": way, "ms": ms} for way, ms in times.items()])
 
 
 def accuracy(day: Day) -> None:
-    """Train the CIFAR network by `cifar_long` in fewer epochs; write the seconds to 94, 95 and 96%.
+    """Train the CIFAR network on CIFAR-100 by `cifar_long` until the day ends; keep the weights every ten epochs.
 
     It uses the mode with the fastest step in the table, eager without a table.
 
     Raises:
         RuntimeError: the trainer failed.
+        subprocess.TimeoutExpired: the day ended before; the epochs' rows and the kept weights stay.
     """
-    if day.cifar10 is None:
+    if day.cifar100 is None:
         return
     mode = fastest_mode(day)
     compiled = () if mode == EAGER else ("--compile", "--compile-mode", mode)
-    output = day.output / "cifar10"
-    data = ("--dataset", "folder", "--data-dir", str(day.cifar10), "--output", str(output))
+    output = day.output / "cifar100"
+    data = ("--dataset", "folder", "--data-dir", str(day.cifar100), "--output", str(output))
     recipe = ("--recipe", "cifar_long", "--model", CIFAR, "--epochs", str(day.epochs))
     how = ("--device", day.device.type, "--amp", "bfloat16", "--channels-last", "--workers", "0")
     if day.dry:
         recipe = ("--recipe", "fast", "--epochs", "1", "--model-kwargs", "widths=[8,8,16,16]")
         how = ("--device", "cpu", "--batch-size", "16")
-    code = day.ea_vision(400, "train-cifar", *recipe, *data, *how, *compiled, "--tta", "six")
-    check_exit(code, "the trainer")
-    epochs = pd.read_csv(output / "metrics.csv")
-    epochs["mode"] = mode
-    day.save("accuracy-epochs", epochs.to_dict("records"))
-    day.save("accuracy", seconds_to(epochs, (94, 95, 96)))
+    command = ["train-cifar", *recipe, *data, *how, *compiled, "--snapshot-epochs", "10"]
+    try:
+        check_exit(day.ea_vision(day.ends - time.monotonic(), *command), "the trainer")
+    finally:
+        epochs = pd.read_csv(output / "metrics.csv")
+        epochs["mode"] = mode
+        day.save("accuracy-epochs", epochs.to_dict("records"))
 
 
 def fastest_mode(day: Day) -> str:
@@ -540,26 +601,7 @@ def fastest_mode(day: Day) -> str:
     return rows.loc[rows["ms"].idxmin(), "mode"]
 
 
-def seconds_to(epochs: pd.DataFrame, goals: tuple[int, ...]) -> list[dict]:
-    """Return the epochs and seconds after which a run first reached each top-1; None if it never did."""
-    seconds = epochs["seconds"].cumsum()
-    rows = []
-    for goal in goals:
-        reached = epochs.index[epochs["top1"] >= goal]
-        row = {"top1": goal, "epochs": None, "seconds": None, "without_first_epoch": None}
-        if len(reached):
-            first = reached[0]
-            row["epochs"] = int(epochs["epoch"][first])
-            row["seconds"] = seconds[first]
-            # the first epoch includes compilation, so the median of the others replaces it
-            row["without_first_epoch"] = (
-                seconds[first] - seconds[0] + epochs["seconds"][1:].median()
-            )
-        rows.append(row)
-    return rows
-
-
-PARTS = {part.__name__: part for part in (machine, table, layers, accuracy, tests)}
+PARTS = {part.__name__: part for part in (machine, tests, layers, table, accuracy)}
 
 
 def run_parts(day: Day, parts: tuple[Callable[[Day], None], ...]) -> list[dict]:
@@ -587,11 +629,12 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--output", type=Path, default=Path("gpu-day"))
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes on a CPU")
-    parser.add_argument("--cifar10", type=Path, metavar="DIR", help="folder of CIFAR-10")
-    parser.add_argument("--epochs", type=int, default=25, help="epochs on CIFAR-10")
+    parser.add_argument("--cifar100", type=Path, metavar="DIR", help="folder of CIFAR-100")
+    parser.add_argument("--epochs", type=int, default=84, help="epochs on CIFAR-100")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     args = parser.parse_args(argv)
-    day = Day(args.output, args.dry_run, args.cifar10, args.epochs)
+    ends = math.inf if args.dry_run else time.monotonic() + SECONDS
+    day = Day(args.output, args.dry_run, args.cifar100, args.epochs, ends)
     rows = run_parts(day, tuple(PARTS[name] for name in args.parts))
     print(pd.DataFrame(rows).to_string(index=False))
     return 0 if all(row["result"] == "done" for row in rows) else 1

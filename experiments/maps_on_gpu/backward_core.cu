@@ -103,7 +103,6 @@ DEV void work(const Args &a, S s, long image, int block, int warp) {
             stgf(slot, in(n * 128) + (g + in(e < 2 ? 0 : 8)) * in(8) + t * in(2) + in(e % 2), dw[n][e], any);
 }
 #ifdef __CUDACC__
-extern "C" __constant__ int launch[2] = {WARPS * 32, SHARED}; // threads, bytes of shared memory
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) core(const Args a) {
     extern __shared__ char shared[];
     S s = (S)__cvta_generic_to_shared(shared);

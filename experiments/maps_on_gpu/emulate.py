@@ -50,11 +50,11 @@ class BackwardArguments(ctypes.Structure):
     ]
 
 
-Run = Callable[[ctypes.Structure, int], None]  # runs a kernel with its arguments for so many images
+Run = Callable[[ctypes.Structure, int], int]  # runs a kernel with its arguments for so many images
 
 
 def build(source: str, folder: Path) -> Run:
-    """Compile a kernel for the emulator and load it."""
+    """Compile a kernel for the emulator and load it; it returns the bytes of shared memory that it has."""
     library = folder / f"{source}.so"
     command = ["g++", "-O2", "-shared", "-fPIC", "-x", "c++", FOLDER / source, "-o", library]
     subprocess.run(command, check=True)

@@ -260,7 +260,6 @@ DEV void attend(const Args &a, S s, long image, int block, int warp) {
     }
 }
 #ifdef __CUDACC__
-extern "C" __constant__ int launch[2] = {WARPS * 32, SHARED}; // threads, bytes of shared memory
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) ea_forward(const Args a) {
     extern __shared__ char shared[];
     S s = (S)__cvta_generic_to_shared(shared);
