@@ -1,6 +1,5 @@
 """Data sets by name: hfds/NAME from Hugging Face's datasets, and torch/NAME from torchvision, through timm."""
 
-import io
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,7 +32,7 @@ def open_dataset(
         dataset: hfds/NAME | torch/NAME.
         root: folder of the data; for hfds "" means Hugging Face's own cache.
         split: train | validation. named: the split's name in the data set, if it is another.
-        num_classes: that it must have; 0: any. input_key, target_key: columns of hfds; "": found by their type.
+        num_classes: that it must have; 0: any. input_key, target_key: columns of hfds; "": image and label.
 
     Raises:
         UsageError: no such data set, split or column, other than `num_classes` classes, or no known classes.
@@ -41,7 +40,9 @@ def open_dataset(
     prefix, _, name = dataset.partition("/")
     columns = {"--input-key": input_key, "--target-key": target_key}
     if prefix == "hfds" and name:
-        return HubImages(name, root, split, named, num_classes, input_key, target_key)
+        return HubImages(
+            name, root, split, named, num_classes, input_key or "image", target_key or "label"
+        )
     for option, value in columns.items():
         if value:
             raise UsageError(
@@ -131,7 +132,7 @@ class TorchImages(NamedImages):
 
 
 class HubImages(NamedImages):
-    """A split of one of Hugging Face's data sets, or of a folder that its library reads."""
+    """A split of one of Hugging Face's data sets, or of a folder that its library reads, by timm's reader."""
 
     def __init__(
         self,
@@ -140,96 +141,64 @@ class HubImages(NamedImages):
         split: str,
         named: str = "",
         num_classes: int = 0,
-        input_key: str = "",
-        target_key: str = "",
+        input_key: str = "image",
+        target_key: str = "label",
     ):
+        reader, split = _hub_reader(
+            dataset, root, (named,) if named else HUB_SPLITS[split], input_key, target_key
+        )
+        name = f"hfds/{dataset} {split}"
+        targets = reader.dataset.remove_columns(input_key)
+        if target_key not in targets.features:
+            raise UsageError(
+                f"--target-key must name a column of labels of {name}, got {target_key}: it has "
+                f"{', '.join(targets.features)}"
+            )
+        reader.targets = np.array(list(targets[target_key]))
+        classes = sorted(reader.class_to_idx, key=reader.class_to_idx.get)
+        super().__init__(name, reader, classes, num_classes)
+        _check_targets(name, target_key, reader.targets, len(self.classes))
+
+
+def _hub_reader(
+    dataset: str, root: str, splits: Sequence[str], input_key: str, target_key: str
+) -> tuple[Any, str]:
+    """Return timm's reader of the first of these splits that a data set has, and the split's name."""
+    for split in splits:
         try:
-            import datasets
+            images = timm.data.create_dataset(
+                f"hfds/{dataset}",
+                root or None,
+                split=split,
+                input_key=input_key,
+                target_key=target_key,
+            )
+            if images.reader.dataset[0][input_key] is None:  # datasets adds a missing column, empty
+                raise ValueError(f"there is no image in column {input_key} of the first row")
+            return images.reader, split
         except ImportError as error:
             raise UsageError(
                 f"--dataset hfds/NAME needs Hugging Face's datasets, not installed ({error}): pip install "
                 "datasets"
             ) from error
-        splits = (named,) if named else HUB_SPLITS[split]
-        table, split = _loaded(datasets, dataset, root, splits)
-        name = f"hfds/{dataset} {split}"
-        input_key = _column(table, name, "--input-key", input_key, datasets.Image)
-        target_key = _column(table, name, "--target-key", target_key, datasets.ClassLabel)
-        if not isinstance(table.features[input_key], datasets.Image):
-            raise UsageError(
-                f"--input-key must name a column of images of {name}, got {input_key}: "
-                f"{table.features[input_key]}"
-            )
-        values = np.array(list(table.select_columns([target_key])[target_key]))
-        classes = list(getattr(table.features[target_key], "names", None) or [])
-        if values.dtype.kind == "U" and not classes:
-            classes = sorted(set(values.tolist()))
-            values = np.searchsorted(classes, values)
-        _check_targets(name, target_key, values, len(classes) or num_classes)
-        images = table.cast_column(input_key, datasets.Image(decode=False))
-        items = _Rows(images.select_columns([input_key]), input_key, values)
-        super().__init__(name, items, classes, num_classes)
-
-
-class _Rows:
-    """The images of a table, as files that are not decoded, and their targets."""
-
-    def __init__(self, table, input_key: str, targets: np.ndarray):
-        self.table = table
-        self.input_key = input_key
-        self.targets = targets
-
-    def __len__(self) -> int:
-        return len(self.table)
-
-    def __getitem__(self, index: int) -> tuple[io.BytesIO | str, int]:
-        image = self.table[int(index)][self.input_key]
-        if image is None:
-            raise ValueError("there is no image in this row")
-        file = io.BytesIO(image["bytes"]) if image.get("bytes") else image["path"]
-        return file, int(self.targets[index])
-
-
-def _loaded(datasets, name: str, root: str, splits: Sequence[str]):
-    """Return the first of these splits that a data set has, and its name."""
-    for split in splits:
-        try:
-            table = datasets.load_dataset(name, split=split, cache_dir=root or None)
-            return table, split
-        except ValueError as error:
-            if not str(error).startswith("Unknown split") or split == splits[-1]:
-                raise UsageError(f"no images in hfds/{name} {split}: {error}") from error
         except Exception as error:  # of its library, of pyarrow, of the network
             text = " ".join(str(error).split())
-            raise UsageError(f"hfds/{name} cannot be loaded: {text}") from error
+            if not text.startswith("Unknown split") or split == splits[-1]:
+                raise UsageError(
+                    f"hfds/{dataset} {split} cannot be loaded with --input-key {input_key} --target-key "
+                    f"{target_key}: {text}"
+                ) from error
     raise AssertionError("no split was asked for")
-
-
-def _column(table, name: str, option: str, wanted: str, kind: type) -> str:
-    """Return the column `wanted` or, by default, the only one of type `kind`."""
-    columns = ", ".join(f"{column} ({feature})" for column, feature in table.features.items())
-    if wanted:
-        if wanted not in table.features:
-            raise UsageError(
-                f"{option} must name a column of {name}, got {wanted}: it has {columns}"
-            )
-        return wanted
-    fitting = [column for column, feature in table.features.items() if isinstance(feature, kind)]
-    if len(fitting) == 1:
-        return fitting[0]
-    raise UsageError(
-        f"{option} is required: {name} has {len(fitting)} columns of {kind.__name__} among {columns}"
-    )
 
 
 def _check_targets(name: str, column: str, values: np.ndarray, classes: int) -> None:
     """Raise UsageError unless the targets are integers in the range of the classes."""
     if values.dtype.kind not in "iu" or values.ndim != 1:
         raise UsageError(
-            f"column {column} of {name} must hold class labels, whole numbers or texts, got "
+            f"--target-key: column {column} of {name} must hold whole numbers, got "
             f"{values.ravel()[:1].tolist()}"
         )
-    if classes and (values.min() < 0 or values.max() >= classes):
+    if values.min() < 0 or values.max() >= classes:
         raise UsageError(
             f"labels of {name} must lie in 0..{classes - 1}, got {values.min()}..{values.max()}"
         )

@@ -33,6 +33,7 @@ class CocoFolder(Dataset):
     would not say where the JSON is damaged.)
 
     Attributes:
+        name: the path of the JSON.
         images: the JSON's entries (id, file_name, width, height in pixels), in its order.
         categories: the JSON's entries, in the order of their ids, which may have gaps; classes, category_ids: their
             names and ids. A box's label is its category's place in these lists, 0 to C-1.
@@ -44,6 +45,7 @@ class CocoFolder(Dataset):
 
     def __init__(self, root: str | Path, split: str):
         self.folder, self.json = find_coco(Path(root), split)
+        self.name = str(self.json)
         content = read_coco(self.json)
         self.images = content["images"]
         self._bytes = self._sizes_of_files()

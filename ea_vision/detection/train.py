@@ -20,7 +20,6 @@ from ea_vision.base.errors import UsageError
 from ea_vision.base.files import atomic_write, create, csv_text, write_json
 from ea_vision.base.processes import MOST_WORKERS, World
 from ea_vision.data.bad_images import BadImages
-from ea_vision.data.small_images import check_same_classes
 from ea_vision.detection.coco import CocoFolder, find_coco
 from ea_vision.detection.evaluate import MEASURES, DetectionResult, evaluate, require_pycocotools
 from ea_vision.detection.loaders import BoxEvalLoader, BoxTrainLoader
@@ -210,17 +209,10 @@ class CocoDetection(DataModule):
         self.about = {
             "task": KIND,
             "category_ids": self.test.category_ids,
-            "eval_data": str(self.test.json),
+            "eval_data": self.test.name,
         }
         if training:
-            self.train = CocoFolder(config.data_dir, "train")
-            categories = [str(category) for category in self.train.categories]
-            others = [str(category) for category in self.test.categories]
-            check_same_classes(self.train.json, categories, self.test.json, others)
-            self.same_images = self.train.fingerprint() == self.fingerprint
-            self.fingerprint = self.train.fingerprint() + self.fingerprint
-            self.about["train_data"] = str(self.train.json)
-            self.describe = self.train.describe
+            self._train_on(CocoFolder(config.data_dir, "train"), self.test, "categories")
 
     @classmethod
     def check_places(cls, config: DetectionConfig) -> None:

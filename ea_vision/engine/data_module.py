@@ -13,6 +13,7 @@ from ea_vision.base.errors import UsageError
 from ea_vision.base.files import atomic_write, create, csv_text, write_json
 from ea_vision.base.processes import World
 from ea_vision.data.bad_images import BadImages
+from ea_vision.data.small_images import check_same_classes
 from ea_vision.engine.config import TrainConfig
 from ea_vision.zoo.create import create_classifier
 from ea_vision.zoo.preparation import image_statistics, preparation_of_run, set_image_statistics
@@ -62,6 +63,22 @@ class DataModule:
         self.about = {}
         self.preparation = preparation_of_run(vars(config))
         self.bad_images = BadImages(limit=0)
+
+    def _train_on(self, train, evaluated, classes: str = "classes") -> None:
+        """Set the attributes of sources of images, to train on and to evaluate on; each has a name, a fingerprint and
+        an attribute `classes`.
+
+        Raises:
+            UsageError: they have other classes.
+        """
+        first, second = (list(map(str, getattr(split, classes))) for split in (train, evaluated))
+        check_same_classes(train.name, first, evaluated.name, second)
+        self.train = train
+        self.describe = train.describe
+        own = train.fingerprint()
+        self.same_images = own == self.fingerprint
+        self.fingerprint = own + self.fingerprint
+        self.about["train_data"] = train.name
 
     @classmethod
     def check_places(cls, config: TrainConfig) -> None:

@@ -25,7 +25,6 @@ from ea_vision.data.ffcv import BetonTrainLoader
 from ea_vision.data.image_files import ImageFiles
 from ea_vision.data.imagenet import ImageEvalLoader, ImageTrainLoader, train_transform
 from ea_vision.data.named_datasets import check_dataset_name, open_dataset
-from ea_vision.data.small_images import check_same_classes
 from ea_vision.data.splits import find_split
 from ea_vision.engine import run
 from ea_vision.engine.classification import ClassificationConfig, ClassificationTrainer
@@ -71,10 +70,10 @@ class ImageNetConfig(ClassificationConfig):
         DATA,
     )
     input_key: str = option(
-        "", "hfds/NAME: column of the images; empty: the only one", DATA, goes_with="dataset"
+        "", "hfds/NAME: column of the images; empty: image", DATA, goes_with="dataset"
     )
     target_key: str = option(
-        "", "hfds/NAME: column of the classes; empty: the only one", DATA, goes_with="dataset"
+        "", "hfds/NAME: column of the classes; empty: label", DATA, goes_with="dataset"
     )
     train_beton: str = setting(
         "", "FFCV file of the training images; empty: data_dir is read", DATA
@@ -231,7 +230,7 @@ class ClassFolders(DataModule):
         if training:
             if not config.train_beton:
                 checked_train_transform(config, config.img_size)
-            self.train = self._open("train", config.train_beton, config.train_split)
+            train = self._open("train", config.train_beton, config.train_split)
         self.evaluated = self._open(
             "validation",
             config.val_beton,
@@ -241,15 +240,9 @@ class ClassFolders(DataModule):
         )
         self.classes = self.evaluated.classes
         self.fingerprint = self.evaluated.fingerprint()
-        self.about = {"data": self.evaluated.name}
+        self.about = {"eval_data" if training else "data": self.evaluated.name}
         if training:
-            check_same_classes(
-                self.train.name, self.train.classes, self.evaluated.name, self.classes
-            )
-            self.same_images = self.train.fingerprint() == self.fingerprint
-            self.fingerprint = self.train.fingerprint() + self.fingerprint
-            self.describe = self.train.describe
-            self.about = {"train_data": self.train.name, "eval_data": self.evaluated.name}
+            self._train_on(train, self.evaluated)
 
     def _open(
         self,
