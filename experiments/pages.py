@@ -86,6 +86,31 @@ def plain_table(table: pd.DataFrame, heads: Sequence[str]) -> list[str]:
     return markdown(heads, rows)
 
 
+def formatted(table: pd.DataFrame, columns: dict[str, str]) -> list[str]:
+    """Return a table of a data frame's rows; columns: head -> text with the row's columns in braces.
+
+    A cell with a missing number is empty.
+    """
+    rows = []
+    for row in table.to_dict("records"):
+        cells = [text.format(**row) for text in columns.values()]
+        rows.append(["" if re.search(r"\bnan\b", cell) else cell for cell in cells])
+    return markdown(list(columns), rows)
+
+
+def of_file(name: str, columns: dict[str, str]) -> list[str]:
+    """Return `formatted` of a file of experiments/results."""
+    return formatted(pd.read_csv(RESULTS / name), columns)
+
+
+def side_by_side(table: pd.DataFrame, index: Sequence[str], column: str) -> pd.DataFrame:
+    """Return one row per index in the file's order; "ms eager" is the value of ms where `column` is eager."""
+    wide = table.pivot(index=[*index], columns=column)
+    wide.columns = [f"{name} {value}" for name, value in wide.columns]
+    order = pd.MultiIndex.from_frame(table[[*index]].drop_duplicates())
+    return wide.loc[order if len(index) > 1 else order.get_level_values(0)].reset_index()
+
+
 # ---- the pages -------------------------------------------------------------------------------------------------------
 
 NETWORKS = ("cnn", "none", "none + norm", "EA + norm")
@@ -321,6 +346,157 @@ def spread(values: pd.Series) -> str:
     return f"{values.mean():.2f} ± {values.std():.2f}"
 
 
+def probe_of_scenes() -> list[str]:
+    """Return what maps of the shipped scene networks tell about the class, by layer and kind of maps."""
+    table = pd.read_csv(RESULTS / "probe" / "scenes" / "results.csv")
+    spreads = table.groupby(["model", "maps", "layer"], sort=False)["top1"].apply(spread)
+    wide = side_by_side(spreads.reset_index(), ["model", "maps"], "layer")
+    layers = {f"layer {layer}": f"{{top1 {layer}}}" for layer in (16, 17, 18)}
+    return formatted(wide, {"network": "{model}", "maps": "{maps}", **layers})
+
+
+def faithfulness_of_scenes() -> list[str]:
+    """Return two scores of faithfulness by ranking and network."""
+    table = pd.read_csv(RESULTS / "faithfulness" / "scenes" / "results.csv")
+    wide = side_by_side(table, ["ranking"], "model")
+    columns = {"ranking": "{ranking}"}
+    for score in ("comprehensiveness", "sufficiency"):
+        for model, label in (("aa_resnet34_050", "AA"), ("ea_aa_resnet34_050", "EA")):
+            text = f"{{{score} {model}:.3f}} ± {{{score}_se {model}:.3f}}"
+            columns[f"{label}, {score}"] = text
+    return formatted(wide, columns)
+
+
+def last_epochs(folder: str, columns: dict[str, str]) -> list[str]:
+    """Return a table of the last rows of the metrics in a folder of experiments/results, by the file's name."""
+    rows = []
+    for path in sorted((RESULTS / folder).glob("*.csv")):
+        rows.append(pd.read_csv(path).iloc[[-1]].assign(name=path.stem))
+    return formatted(pd.concat(rows), columns)
+
+
+def means(table: pd.DataFrame, key: str, columns: dict[str, str]) -> list[str]:
+    """Return a table by key in the file's order; "top1 0" is the value of seed 0, "top1 mean" the mean of the seeds."""
+    wide = side_by_side(table, [key], "seed").set_index(key)
+    mean = table.groupby(key).mean(numeric_only=True).add_suffix(" mean") + 1e-9
+    return formatted(wide.join(mean).reset_index(), columns)
+
+
+def detectors() -> list[str]:
+    """Return AP of the detectors on pasted objects, two seeds each."""
+    rows = []
+    for name, label in (("plain", "resnet18"), ("aa", "aa_resnet34"), ("ea_aa", "ea_aa_resnet34")):
+        for seed in (0, 1):
+            last = pd.read_csv(RESULTS / "detection" / f"{name}-seed{seed}.csv").iloc[[-1]]
+            rows.append(last.assign(backbone=label, seed=seed))
+    columns = {"backbone": "{backbone}"}
+    for measure in ("AP", "AP50"):
+        columns[f"{measure}, seeds 0 and 1"] = f"{{{measure} 0:.1f}}, {{{measure} 1:.1f}}"
+        columns[f"{measure}, mean"] = f"{{{measure} mean:.1f}}"
+    return means(pd.concat(rows), "backbone", {**columns, "AP75, mean": "{AP75 mean:.1f}"})
+
+
+def small_detectors() -> list[str]:
+    """Return AP of the mean box and of the detector on photos of 64 pixels."""
+    mean_box = pd.read_csv(RESULTS / "detection" / "tiny-mean-box.csv").assign(name="mean box")
+    detector = pd.read_csv(RESULTS / "detection" / "tiny-ea.csv").iloc[[-1]]
+    rows = pd.concat([mean_box, detector.assign(name="ea_aa_resnet34, one block per stage")])
+    measures = {measure: f"{{{measure}:.1f}}" for measure in ("AP", "AP50", "AP75")}
+    return formatted(rows, {"predictions": "{name}", **measures})
+
+
+def sentences() -> list[str]:
+    """Return test accuracy on SST and the differences to the network without evolution."""
+    test = pd.read_csv(RESULTS / "sst.csv").pivot(index="seed", columns="network", values="test")
+    effects = {name: paired(test[name] - test["none"], 0.01) for name in ("PA", "EA")}
+    corrected = holm([effect["p"] for effect in effects.values()])
+    rows = [["none", spread(test["none"]), "", ""]]
+    for (name, effect), p in zip(effects.items(), corrected, strict=True):
+        rows.append([name, spread(test[name]), points(effect), f"{p:.3f}"])
+    heads = ["network", "test accuracy, mean and standard deviation", "minus none", "p, corrected"]
+    return markdown(heads, rows)
+
+
+def parts_of_a_layer() -> list[str]:
+    """Return milliseconds of the parts of a layer, by size of the map, and their sum."""
+    table = pd.read_csv(RESULTS / "large-maps-parts.csv")
+    table["cell"] = table["pixels"].astype(str) + " " + table["pass"]
+    wide = side_by_side(table[["part", "cell", "ms"]], ["part"], "cell")
+    total = wide.sum(numeric_only=True).to_frame().T.assign(part="all")
+    columns = {"part": "{part}"}
+    for pixels in (196, 400, 784, 2500):
+        columns[f"{pixels:,} pixels"] = f"{{ms {pixels} forward:.1f}}, {{ms {pixels} backward:.1f}}"
+    return formatted(pd.concat([wide, total]), columns)
+
+
+def networks_by_image_size() -> list[str]:
+    """Return rates relative to ResNet-50 and the peak memory of training, by size of the image."""
+    sizes = pd.read_csv(RESULTS / "large-maps-sizes.csv").query(
+        "code == 'after' and malloc == 'kept'"
+    )
+    largest = pd.read_csv(RESULTS / "large-maps.csv")
+    plain = largest.set_index("network").loc["resnet50"]
+    for step in ("inference", "training"):
+        largest[f"{step}, ratio"] = plain[f"{step}, s"] / largest[f"{step}, s"]
+    both = pd.concat([sizes, largest[largest["network"].isin(sizes["network"])]])
+    wide = side_by_side(both, ["network"], "size")
+    columns = {"network": "{network}"}
+    for size in (224, 320, 448, 640):
+        rates = f"{{inference, ratio {size}:.2f}}, {{training, ratio {size}:.2f}}"
+        columns[f"{size} pixels"] = f"{rates}; {{peak, MiB {size}:,.0f}}"
+    return formatted(wide, columns)
+
+
+def kernel_figures() -> list[str]:
+    """Return the compiler's figures for a layer of ea_aa_resnet50 at 14x14."""
+    table = pd.read_csv(RESULTS / "kernel-figures.csv")
+    return formatted(
+        table.query("layer == 'ea50' and GPU == 9.0 and dtype == 'bf16'"),
+        {
+            "kernel": "`{kernel}`",
+            "registers": "{registers}",
+            "shared KiB": "{shared KiB:.1f}",
+            "blocks per multiprocessor": "{blocks}",
+            "instructions and barriers of the loop": "{instructions}, {barriers}",
+        },
+    )
+
+
+def resnets_on_a_gpu() -> list[str]:
+    """Return milliseconds of the steps of ResNets, in brackets the rate or memory relative to resnet50."""
+    table = pd.read_csv(RESULTS / "h200" / "resnets.csv")
+    columns = {"network": "{network}", "attention": "{implementation}"}
+    for mode, head in (("eager", "eager"), ("default", "compiled"), ("reduce-overhead", "graphs")):
+        columns[head] = f"{{train_ms {mode}:.2f}} ({{train_rate_ratio {mode}:.2f}})"
+    columns["inference, eager"] = "{infer_ms eager:.2f} ({infer_rate_ratio eager:.2f})"
+    columns["peak GiB, compiled"] = "{peak_gib default:.2f} ({memory_ratio default:.2f})"
+    wide = side_by_side(table, ["network", "implementation"], "mode")
+    return formatted(wide, columns)
+
+
+def cifar_steps_on_a_gpu() -> list[str]:
+    table = pd.read_csv(RESULTS / "h200" / "cifar-steps.csv")
+    columns = {"batch": "{batch}", "optimiser": "{optimizer}"}
+    for mode, head in (("eager", "eager"), ("default", "compiled"), ("reduce-overhead", "graphs")):
+        columns[head] = f"{{ms {mode}:.2f}}"
+    return formatted(side_by_side(table, ["batch", "optimizer"], "mode"), columns)
+
+
+ONNX_KINDS = {"Conv": "convolutions", "MatMul": "products", "FusedMatMul": "products"}
+
+
+def onnx_profile() -> list[str]:
+    """Return ONNX Runtime's milliseconds by kind of operation."""
+    table = pd.read_csv(RESULTS / "onnx-profile.csv").set_index("operation")
+    kinds = table.index.map({**ONNX_KINDS, "Softmax": "softmax"}).fillna("all else")
+    sums = table.groupby(kinds).sum()
+    sums.loc["all"] = sums.sum()
+    networks = {name: f"{{{name}:.0f}}" for name in table}
+    return formatted(
+        sums.reset_index(names="operations"), {"operations": "{operations}", **networks}
+    )
+
+
 def probe() -> list[str]:
     """Return what maps tell about the class, by network and kind of maps, in two layers of two trainings."""
     files = [pd.read_csv(RESULTS / "probe" / f"{name}.csv") for name in ("results", "former")]
@@ -388,7 +564,108 @@ def added_top1() -> pd.DataFrame:
     return top1_of(RESULTS / "added-attention-runs.csv")
 
 
+ABLATION = {
+    "params M": "{params_m:.3f}",
+    "MFLOPs (profiler)": "{mflops_profiler:.1f}",
+    "top-1 %, held out": "{held_out_top1:.2f}",
+    "training loss": "{train_loss:.3f}",
+}
+SHORT_RUNS = {
+    "model": "{name}",
+    "top-1 %": "{top1:.2f}",
+    "top-5 %": "{top5:.2f}",
+    "training loss": "{train_loss:.4f}",
+}
+TINY_RUNS = {
+    "top-1 %, seeds 0 and 1": "{top1 0:.2f}, {top1 1:.2f}",
+    "mean": "{top1 mean:.2f}",
+    "training loss": "{train_loss 0:.3f}, {train_loss 1:.3f}",
+    "processor seconds": "{processor_seconds 0:.0f}, {processor_seconds 1:.0f}",
+    "peak memory, MiB": "{memory_mib 0:,.0f}, {memory_mib 1:,.0f}",
+}
+
+
+def tiny_runs(name: str, where: str = "epochs > 0") -> list[str]:
+    """Return a table of runs on Tiny-ImageNet, two seeds each."""
+    runs = pd.read_csv(RESULTS / "tiny-imagenet" / f"{name}.csv").query(where)
+    return means(runs, "run", {"run": "{run}", **TINY_RUNS})
+
+
 TABLES: dict[str, dict[str, Callable[[], list[str]]]] = {
+    "experiments/kernels.md": {
+        "parts": parts_of_a_layer,
+        "sizes": networks_by_image_size,
+        "compiler": kernel_figures,
+        "calls": lambda: of_file(
+            "gpu-calls.csv",
+            {
+                "network": "{network}",
+                "before": "{forward_before:,} + {backward_before:,}",
+                "now": "{forward:,} + {backward:,}",
+            },
+        ),
+        "resnets": resnets_on_a_gpu,
+        "layers": lambda: formatted(
+            side_by_side(pd.read_csv(RESULTS / "h200" / "layers.csv"), ["layer"], "side"),
+            {"layer": "{layer}", "14x14": "{ms 14:.2f}", "28x28": "{ms 28:.2f}"},
+        ),
+        "CIFAR steps": cifar_steps_on_a_gpu,
+        "ONNX Runtime": onnx_profile,
+    },
+    "experiments/cifar.md": {
+        "fast": lambda: last_epochs("fast-cifar10", SHORT_RUNS),
+        "fast_sgd": lambda: last_epochs("fast-sgd-cifar10", SHORT_RUNS),
+        "share": lambda: of_file("ablation/share.csv", {"share": "{share:g}", **ABLATION}),
+        "position": lambda: of_file(
+            "ablation/position.csv", {"position": "{position}", **ABLATION}
+        ),
+        "Wide-ResNets": lambda: means(
+            pd.read_csv(RESULTS / "wrn16-4-short.csv"),
+            "model",
+            {
+                "network": "{model}",
+                "top-1 %, seeds 0, 1, 2": "{held_out_top1 0:.2f}, {held_out_top1 1:.2f}, "
+                "{held_out_top1 2:.2f}",
+                "mean": "{held_out_top1 mean:.2f}",
+            },
+        ),
+    },
+    "experiments/scenes/README.md": {
+        "half width": lambda: of_file(
+            "scenes/results.csv",
+            {
+                "network": "{model}",
+                "validation": "{validation_top1:.2f}",
+                "test": "{top1:.2f}",
+                "95% interval": "{interval}",
+                "minutes": "{minutes}",
+            },
+        ),
+        "quarter width": lambda: by_seed(
+            top1_of(RESULTS / "scenes" / "quarter-width-runs.csv"), ("plain", "AA", "EA", "taught")
+        ),
+        "probe": probe_of_scenes,
+        "faithfulness": faithfulness_of_scenes,
+    },
+    "experiments/finetune_scenes/README.md": {
+        "by seed": lambda: by_seed(
+            top1_of(RESULTS / "finetune-scenes-runs.csv"), ("plain", "gates", "residual", "conv2d")
+        ),
+        "differences": lambda: differences(
+            top1_of(RESULTS / "finetune-scenes-runs.csv"),
+            [(way, "plain") for way in ("gates", "residual", "conv2d")],
+        ),
+    },
+    "experiments/detection.md": {"pasted objects": detectors, "Tiny-ImageNet": small_detectors},
+    "experiments/text/README.md": {"results": sentences},
+    "experiments/others.md": {
+        "Tiny-ImageNet": lambda: tiny_runs("attention", "images == 160"),
+        "digits": lambda: formatted(
+            side_by_side(pd.read_csv(RESULTS / "moved-digits.csv"), ["seed"], "transform"),
+            {"seed": "{seed}", "with": "{top1 True:.2f}", "without": "{top1 False:.2f}"},
+        ),
+        "beside timm": lambda: tiny_runs("beside-timm"),
+    },
     "experiments/evolution.md": {
         "pairs": evidence_pairs,
         "cifar10 by seed": lambda: best_first(evidence("cifar10")),
