@@ -10,6 +10,7 @@ Models keep their class. Each attention layer gets a module `maps` with its mech
 
 import functools
 import logging
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,6 +29,11 @@ from ea_vision.ops import Size
 
 log = logging.getLogger(__name__)
 NAME = "ea_vision"  # key of the attention function, and of the evolution in a model's configuration
+# Saved configurations have this as their implementations, with which transformers refuses to build a plain model. Two,
+# since callers may set one.
+LOADER = "ea_vision.from_pretrained"
+IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
+WEIGHTS = re.compile(r"\.(maps|token_conv)\.")  # in the names of a mechanism's weights
 # layers with these attributes change their logits or maps in unsupported ways
 UNKNOWN_ATTRIBUTES = ("attn_logit_softcapping", "sinks")
 UNKNOWN_KEYWORDS = ("softcap", "s_aux", "sinks", "cache", "indices", "block_indices")
@@ -52,7 +58,12 @@ def attention(
     """
     from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
-    maps = getattr(module, "maps", None)
+    if not hasattr(module, "maps"):
+        raise ValueError(
+            f"{type(module).__name__} was built by an evolved model's configuration, without mechanisms: load it by "
+            f"{LOADER}, or evolve the plain model by ea_vision.evolve"
+        )
+    maps = module.maps
     if maps is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, **kwargs
@@ -176,11 +187,26 @@ def give(model: nn.Module, mechanisms: Mechanisms) -> None:
     if not evolving:
         layers = [chain.layers for chain in chains]
         raise UsageError(f"a chain of two layers or more required, got {layers}")
+    for module in model.modules():
+        if inspect_attention.uses_interface(module):
+            module.maps = None
     for chain in evolving:
         _give_chain(model, chain, mechanisms)
     plain = model.config._attn_implementation
     setattr(model.config, NAME, {**mechanisms.keywords(), "attn_implementation": plain})
+    for config in _configurations(model.config):
+        for implementation in IMPLEMENTATIONS:
+            setattr(config, implementation, LOADER)
     model.set_attn_implementation(NAME)
+
+
+def _configurations(config: Any) -> list[Any]:
+    """Return a model's configuration and those within it, such as that of CLIP's image tower."""
+    configs = [config]
+    for value in vars(config).values():
+        if isinstance(value, sys.modules["transformers"].PreTrainedConfig):
+            configs += _configurations(value)
+    return configs
 
 
 def _give_chain(
@@ -213,6 +239,9 @@ def _give_chain(
             layer.register_forward_pre_hook(chain.note_input, with_kwargs=True)
     for block in blocks:
         _put_in_chain(block, chain, layers[0].config)
+        for name, module in block.named_modules():
+            if WEIGHTS.search(f".{name}."):
+                module._is_hf_initialized = True  # transformers leaves it as it is
 
 
 def _check_grid_is_not_needed(mechanisms: Mechanisms, names: inspect_attention.LayerChain) -> None:
@@ -306,6 +335,8 @@ def evolve_huggingface(
     mechanisms = Mechanisms.of_evolve(kind, *args, **options)
     evolving = shared_copy(model)
     give(evolving, mechanisms)
+    # PEFT stores it as an adapter's base, which nobody then takes for the plain model
+    evolving.name_or_path = f"ea_vision.evolve({model.name_or_path})"
     return evolving
 
 
@@ -319,13 +350,17 @@ def unevolve_huggingface(model: nn.Module) -> nn.Module:
     plain = shared_copy(model)
     for module in list(plain.modules()):
         remove_hooks(module)
-        if isinstance(getattr(module, "maps", None), sequences.SequenceMaps):
+        if inspect_attention.uses_interface(module):
             del module.maps
         if isinstance(module, EvolvingBlock):
             del module.token_conv, module.relays, module.attention_config
             module.__class__ = plain_class(type(module))
     plain.set_attn_implementation(getattr(plain.config, NAME)["attn_implementation"])
     delattr(plain.config, NAME)
+    for config in _configurations(plain.config):
+        for implementation in IMPLEMENTATIONS:
+            delattr(config, implementation)
+    plain.name_or_path = plain.config.name_or_path
     return plain
 
 
@@ -334,10 +369,10 @@ def from_pretrained(folder: str, **kwargs: Any) -> nn.Module:
 
     Args:
         folder: a folder, or a name on the hub.
-        **kwargs: those of transformers' `from_pretrained`.
+        **kwargs: those of transformers' `from_pretrained`; with `output_loading_info=True` the result is (model, info).
 
     Raises:
-        UsageError: the configuration names no evolution.
+        UsageError: the configuration names no evolution, or another one than the weights have.
     """
     import transformers
 
@@ -348,16 +383,34 @@ def from_pretrained(folder: str, **kwargs: Any) -> nn.Module:
             f"{folder} has no evolution in its config.json; ea_vision.evolve a model of it first"
         )
     plain = getattr(transformers, config["architectures"][0])
-    keywords.pop("attn_implementation")
+    attention_of_plain = keywords.pop("attn_implementation")
+    implementations = {"attn_implementation": attention_of_plain, "experts_implementation": None}
+    with_info = kwargs.pop("output_loading_info", False)
 
     def build(self, config, *args, **options):
         plain.__init__(self, config, *args, **options)
         give(self, Mechanisms.of_evolve(**keywords))
 
     cls = type(plain.__name__, (plain,), {"__init__": build, "__module__": plain.__module__})
-    model = cls.from_pretrained(folder, **kwargs)
+    kwargs = {**implementations, **kwargs, "output_loading_info": True}
+    model, info = cls.from_pretrained(folder, **kwargs)
+    _check_weights(folder, info)
     model.__class__ = plain
-    return model
+    return (model, info) if with_info else model
+
+
+def _check_weights(folder: str, info: dict[str, Any]) -> None:
+    """Raise UsageError if weights of mechanisms are missing, unexpected or of another shape."""
+    faults = []
+    for status in ("missing", "unexpected", "mismatched"):
+        keys = [key if isinstance(key, str) else key[0] for key in info[f"{status}_keys"]]
+        names = sorted(key for key in keys if WEIGHTS.search(key))
+        if names:
+            faults.append(f"{len(names)} {status}, the first of them {names[0]}")
+    if faults:
+        raise UsageError(
+            f"weights of {folder} must be those of the evolution in its config.json, got {'; '.join(faults)}"
+        )
 
 
 register_family(

@@ -172,7 +172,8 @@ def _image_processor(processor: Any) -> Any:
 def _saved_processor(model: nn.Module) -> Any | None:
     """Return the image processor in the folder, or of the name on the hub, from which `from_pretrained` loaded the
     weights of a model of transformers, or None."""
-    source = getattr(model, "name_or_path", "")  # "": a model that was built from a configuration
+    config = getattr(model, "config", None)
+    source = getattr(config, "name_or_path", "")  # "": a model that was built from a configuration
     try:
         from transformers import AutoImageProcessor
 

@@ -1,6 +1,7 @@
 """Models of Hugging Face's transformers evolve: equal at the start, learn after one step, are reverted and saved."""
 
 import copy
+import json
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from unittest import mock
@@ -9,11 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.testing import assert_close
 
 import ea_vision
 from ea_vision import evolve, record_attention, unevolve
+from ea_vision.base.errors import UsageError
 from ea_vision.layers import Evolution, TokenConv
 from ea_vision.layers.sequence_attention import Chain
 from ea_vision.models import huggingface
@@ -169,6 +172,127 @@ def test_is_saved_with_its_evolution_and_loaded(name, tmp_path):
         assert loaded.config.ea_vision == model.config.ea_vision
         copied = copy.deepcopy(loaded)
         assert torch.equal(output(copied, name), output(model, name))
+
+
+def edited(folder, change):
+    """Change the configuration in a folder."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    change(config)
+    path.write_text(json.dumps(config))
+
+
+def without_mechanisms(folder):
+    path = folder / "model.safetensors"
+    weights = {key: value for key, value in load_file(path).items() if ".maps." not in key}
+    save_file(weights, path, metadata={"format": "pt"})
+
+
+FAULTS = {  # status of weights, with what is changed in the folder
+    "missing": without_mechanisms,
+    "unexpected": lambda folder: edited(folder, lambda c: c["ea_vision"].update(attn_layers=[2])),
+    "mismatched": lambda folder: edited(folder, lambda c: c["ea_vision"].update(kernel_size=5)),
+}
+
+
+@pytest.mark.parametrize("status", FAULTS)
+def test_weights_that_are_not_the_evolution_s_are_refused_by_name(status, tmp_path):
+    """transformers would leave memory as it is in missing ones, and leave out unexpected ones."""
+    lively(evolve(create("bert"))).save_pretrained(tmp_path)
+    FAULTS[status](tmp_path)
+    with pytest.raises(
+        UsageError, match=rf"{status}, the first of them encoder\.layer\.\d\..*maps"
+    ):
+        ea_vision.from_pretrained(tmp_path, ignore_mismatched_sizes=True)
+
+
+def test_loading_info_is_given_where_it_is_wanted(tmp_path):
+    evolve(create("bert")).save_pretrained(tmp_path)
+    loaded, info = ea_vision.from_pretrained(tmp_path, output_loading_info=True)
+    assert isinstance(loaded, transformers.BertModel)
+    assert not any(info.values())
+
+
+def test_transformers_initialises_no_mechanism_anew():
+    model = lively(evolve(create("vit")))
+    before = copy.deepcopy(model.state_dict())
+    model._is_hf_initialized = False
+    model.init_weights()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]) or ".maps." not in name, name
+
+
+def plain_loaders(folder, name, **how):
+    """Return the ways of loading a folder that do not know its evolution."""
+    model_class = getattr(transformers, name)
+    auto = transformers.AutoModel
+    return {
+        "Auto": lambda: auto.from_pretrained(folder, **how),
+        "class": lambda: model_class.from_pretrained(folder, **how),
+        "configuration": lambda: auto.from_config(transformers.AutoConfig.from_pretrained(folder)),
+        "pipeline": lambda: transformers.pipeline("feature-extraction", folder, **how),
+    }
+
+
+@pytest.mark.parametrize("way", ["Auto", "class", "configuration", "pipeline"])
+@pytest.mark.parametrize("name", ["vit", "bert"])
+def test_an_evolved_folder_is_not_read_as_the_plain_model(name, way, tmp_path):
+    plain = create(name)
+    model = lively(evolve(plain))
+    model.save_pretrained(tmp_path)
+    class_name = type(plain).__name__
+    with pytest.raises(ValueError, match=r"ea_vision\.from_pretrained"):
+        plain_loaders(tmp_path, class_name)[way]()
+    with pytest.raises(ValueError, match=r"ea_vision\.from_pretrained"):
+        how = {} if way == "pipeline" else {"attn_implementation": "eager"}
+        plain_loaders(tmp_path, class_name, **how)[way]()
+    unevolve(evolve(plain)).save_pretrained(tmp_path / "plain")
+    if way != "pipeline":
+        plain_loaders(tmp_path / "plain", class_name)[way]()
+    with pytest.raises(ValueError, match="evolved model's configuration, without mechanisms"):
+        output(transformers.AutoModel.from_config(model.config), name)
+
+    def as_before(config):  # folders that were saved without these entries
+        del config["attn_implementation"], config["experts_implementation"]
+
+    edited(tmp_path, as_before)
+    for load in (ea_vision.from_pretrained, ea_vision.load):
+        assert torch.equal(output(load(str(tmp_path)).eval(), name), output(model, name))
+
+
+def test_a_tower_of_an_evolved_folder_is_not_read_as_the_plain_tower(tmp_path):
+    text = dict(TEXT, bos_token_id=0, eos_token_id=2)
+    config = transformers.CLIPConfig(text_config=text, vision_config=VISION)
+    evolve(transformers.CLIPModel(config)).save_pretrained(tmp_path)
+    for tower in (transformers.CLIPVisionModel, transformers.CLIPTextModel):
+        for how in ({}, {"attn_implementation": "eager"}):
+            with pytest.raises(ValueError, match=r"ea_vision\.from_pretrained"):
+                tower.from_pretrained(tmp_path, **how)
+    ea_vision.from_pretrained(tmp_path)
+
+
+def test_an_adapter_s_base_is_found_by_no_plain_name(tmp_path):
+    """AutoPeftModel, and transformers, would put the adapter on the plain model that was evolved."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    create("bert").save_pretrained(tmp_path / "plain")
+    plain = transformers.AutoModel.from_pretrained(tmp_path / "plain")
+    config = peft.LoraConfig(target_modules=["query"], modules_to_save=["maps"])
+    evolved = evolve(plain, start="paper")
+    assert unevolve(evolve(plain)).name_or_path == str(tmp_path / "plain")
+    evolved.save_pretrained(tmp_path / "evolved")
+    loaded = ea_vision.from_pretrained(str(tmp_path / "evolved"))
+    for base, message in (
+        (evolved, r"ea_vision\.evolve\("),
+        (loaded, r"ea_vision\.from_pretrained"),
+    ):
+        adapted = peft.get_peft_model(base, config)
+        adapted.save_pretrained(tmp_path / "adapter")
+        for auto in (peft.AutoPeftModel, transformers.AutoModel):
+            with pytest.raises((ValueError, OSError), match=message):
+                auto.from_pretrained(tmp_path / "adapter")
+    again = ea_vision.from_pretrained(str(tmp_path / "evolved"))
+    again = peft.PeftModel.from_pretrained(again, tmp_path / "adapter").eval()
+    assert torch.equal(output(again, "bert"), output(adapted.eval(), "bert"))
 
 
 # ---- against an independent loop over the layers ---------------------------------------------------------------------
@@ -882,8 +1006,8 @@ def test_what_cannot_evolve_is_refused(tmp_path):
             evolve(model)
     with pytest.raises(ValueError, match="token_conv needs patches of an image"):
         evolve(create("bert"), None, token_conv=True)
-    evolve(create("vit")).save_pretrained(tmp_path)
-    without_its_evolution = transformers.AutoModel.from_pretrained(tmp_path)
+    without_its_evolution = create("vit")
+    without_its_evolution.config.ea_vision = evolve(create("vit")).config.ea_vision
     with pytest.raises(ValueError, match="an evolving network required"):
         unevolve(without_its_evolution)
     with pytest.raises(ValueError, match="names an evolution whose weights it lacks"):
