@@ -22,7 +22,7 @@ from ea_vision.base.processes import World
 from ea_vision.detection.coco import results_of
 from ea_vision.detection.transforms import found_in_original
 from ea_vision.engine.config import TrainConfig
-from ea_vision.engine.evaluate import autocast
+from ea_vision.engine.evaluate import autocast, json_numbers, percents
 
 MEASURES = ("AP", "AP50", "AP75", "APs", "APm", "APl")
 
@@ -59,24 +59,17 @@ class DetectionResult:
 
     def numbers(self) -> dict:
         """Return the content of evaluation.json; measures without an object are None."""
-        numbers = {
+        return {
             "images": self.images,
             "unreadable_images": self.unreadable,
             "detections": len(self.detections),
+            **json_numbers(self.measures),
         }
-        for name, value in self.measures.items():
-            numbers[name] = None if math.isnan(value) else round(value, 4)
-        return numbers
 
     def line(self) -> str:
         """Return the measures, without those that have no object, and the number of images."""
-        parts = []
-        for name, value in self.measures.items():
-            if not math.isnan(value):
-                parts.append(f"{name} {value:.2f}%")
         without = f" without {self.unreadable} that cannot be read" if self.unreadable else ""
-        parts.append(f"{self.images} images{without}")
-        return "  ".join(parts)
+        return f"{percents(self.measures)}  {self.images} images{without}"
 
 
 def coco_metrics(

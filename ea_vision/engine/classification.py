@@ -1,5 +1,6 @@
 """What training a classifier adds to the engine: its options, its loss, its evaluation."""
 
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,8 @@ from ea_vision.engine.config import (
 from ea_vision.engine.draw_maps import MapsPictures, check_has_maps
 from ea_vision.engine.evaluate import VIEWS, autocast, evaluate
 from ea_vision.engine.train import Trainer
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -118,6 +121,8 @@ class ClassificationTrainer(Trainer):
             )
         if config.reprob:
             self.erase = RandomErasing(config.reprob, mode=config.remode, device=self.world.device)
+        if config.tta != "none":
+            log.info("epochs are evaluated by one view of each image; --tta is for --evaluate RUN")
         if config.draw_maps:
             check_has_maps(self.model, config.model)
             self.pictures = MapsPictures(self.eval_loader, self.folder, config.draw_maps)
@@ -126,6 +131,12 @@ class ClassificationTrainer(Trainer):
             if config.bce_loss
             else nn.CrossEntropyLoss(label_smoothing=0.0 if config.mixes else config.smoothing)
         )
+
+    def _evaluated(self, number: int) -> tuple[dict[str, float], dict[str, float]]:
+        figures, columns = super()._evaluated(number)
+        if self.config.tta != "none":
+            columns["views"] = 1.0  # of an image, although --evaluate RUN takes more
+        return figures, columns
 
     @staticmethod
     def loss_on_noise(model: nn.Module, images: Tensor) -> Tensor:

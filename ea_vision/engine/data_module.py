@@ -187,6 +187,7 @@ class DataModule:
                 "top1": f"{100 * right / images:.2f}",
                 "most_confused_with": self.classes[wrong.argmax()] if wrong.any() else "",
                 "confused_images": int(wrong.max()),
+                "tta": result.tta,
             }
             rows.append(row)
         atomic_write(per_class, csv_text(rows).encode())

@@ -1,7 +1,7 @@
 """Accuracy of a model: each image counted exactly once, on any number of processes."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 
@@ -20,6 +20,7 @@ from ea_vision.engine.config import TrainConfig
 #             down and right, with a quarter each. Borders are reflected (Keller Jordan's airbench,
 #             https://arxiv.org/abs/2404.00498, section 3.5)
 VIEWS = ("none", "mirror", "six")
+MOST_WITHOUT_TOP5 = 5  # classes: the likeliest five are all of them
 
 
 def logits_by_views(model: Callable[[Tensor], Tensor], images: Tensor, kind: str) -> Tensor:
@@ -51,14 +52,35 @@ def autocast(amp: str, device: torch.device) -> AbstractContextManager:
     return torch.autocast(device.type, dtype=getattr(torch, amp))
 
 
+def percents(figures: Mapping[str, float]) -> str:
+    """Write measures in percent, without those that are nan, for the terminal."""
+    numbers = [(name, value) for name, value in figures.items() if not math.isnan(value)]
+    return "  ".join(f"{name} {value:.2f}%" for name, value in numbers)
+
+
+def json_numbers(figures: Mapping[str, float], digits: int = 4) -> dict[str, float | None]:
+    """Return rounded measures for JSON, which has no nan: a measure without an object or a meaning becomes None."""
+    return {
+        name: None if math.isnan(value) else round(value, digits) for name, value in figures.items()
+    }
+
+
 class NonFiniteLoss(RunError):
     """A loss, a weight or a buffer is no longer a finite number."""
 
 
 @dataclass
 class Evaluation:
-    """Result over all images. top1 and top5 in percent; confusion[i, j]: number of images of class i predicted as class
-    j; sample: the first images of this process, at most 32."""
+    """Result over all images.
+
+    Attributes:
+        images: their number.
+        top1, top5: in percent; top5 is nan if there are at most MOST_WITHOUT_TOP5 classes.
+        loss: mean cross-entropy.
+        confusion: [i, j]: number of images of class i predicted as class j.
+        sample: the first images of this process, at most 32.
+        tta: the VIEWS whose logits were averaged.
+    """
 
     images: int
     top1: float
@@ -66,6 +88,7 @@ class Evaluation:
     loss: float
     confusion: Tensor
     sample: Tensor
+    tta: str = "none"
 
     def figures(self) -> dict[str, float]:
         """Return the measures of metrics.csv, in percent."""
@@ -75,14 +98,15 @@ class Evaluation:
         """Return the entries of evaluation.json."""
         return {
             "images": self.images,
-            "top1": round(self.top1, 4),
-            "top5": round(self.top5, 4),
-            "loss": round(self.loss, 6),
+            **json_numbers(self.figures()),
+            **json_numbers({"loss": self.loss}, 6),
+            "tta": self.tta,
         }
 
     def line(self) -> str:
         """Return the figures for the terminal."""
-        return f"top1 {self.top1:.2f}%  top5 {self.top5:.2f}%  loss {self.loss:.4f}  {self.images} images"
+        views = "" if self.tta == "none" else f", views: {self.tta}"
+        return f"{percents(self.figures())}  loss {self.loss:.4f}  {self.images} images{views}"
 
 
 @torch.no_grad()  # not inference_mode: a tensor that a layer caches here must stay usable in training
@@ -137,5 +161,5 @@ def evaluate(
     if not math.isfinite(loss):
         raise NonFiniteLoss(f"the loss of the evaluation on {count} images is {loss / count}")
     right = confusion.diagonal().sum().item()
-    top1 = 100 * right / count
-    return Evaluation(count, top1, 100 * in_top5 / count, loss / count, confusion, sample)
+    top5 = math.nan if num_classes <= MOST_WITHOUT_TOP5 else 100 * in_top5 / count
+    return Evaluation(count, 100 * right / count, top5, loss / count, confusion, sample, tta)

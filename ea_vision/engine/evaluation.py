@@ -65,7 +65,6 @@ def evaluate_target(module: type[DataModule], target: str, given: dict) -> None:
                 "model": config.model,
                 **data.about,
                 "amp": config.amp,
-                "tta": tta,
                 "data_fingerprint": data.fingerprint,
                 **provenance(),
             }

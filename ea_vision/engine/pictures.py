@@ -80,7 +80,6 @@ def confusion_png(result: Evaluation, classes: list[str], name: str) -> bytes:
         for (row, column), value in np.ndenumerate(percent.numpy()):
             color = "white" if dark[row, column] else "black"
             axes.text(column, row, f"{value:.0f}", color=color, ha="center", va="center")
-    numbers = f"top-1 {result.top1:.2f}%, top-5 {result.top5:.2f}%, {result.images} images"
-    title = f"{name}\n{numbers}; percent of the class"
+    title = f"{name}\n{result.line()}; percent of the class"
     axes.set(xlabel="taken for", ylabel="class", title=title)
     return figure_bytes(figure)

@@ -28,6 +28,7 @@ from ea_vision.base.units import duration
 from ea_vision.engine import checkpoint, run_folder
 from ea_vision.engine.config import TrainConfig, make_parser, parse, resolve
 from ea_vision.engine.data_module import DataModule
+from ea_vision.engine.evaluate import json_numbers
 from ea_vision.engine.evaluation import evaluate_target
 from ea_vision.engine.optimizer import check_optimizer_name
 from ea_vision.engine.preflight import preflight
@@ -326,8 +327,9 @@ def finish(trainer: Trainer, about: dict) -> None:
             "epochs": config.epochs,
             "eval_split": data.eval_split,
             f"{split}_images": len(data.test if tested else data.evaluated),
-            f"{split}_last": _without_nan(last),
-            f"{split}_best": _without_nan(best),
+            f"{split}_last": json_numbers(last),
+            f"{split}_best": json_numbers(best),
+            "tta": "none",
             "hardware": about["hardware"],
         }
         write_json(folder / run_folder.RESULTS, results)
@@ -370,11 +372,3 @@ def _final_figures(trainer: Trainer, row: dict[str, float], tested: bool) -> dic
             trainer.best_model, loader, len(data.classes), trainer.world, trainer.config
         )
     return figures | {f"held_out_{first}": row[first], **result.figures()}
-
-
-def _without_nan(figures: dict[str, float]) -> dict[str, float | None]:
-    """Return rounded figures for JSON, which has no nan: AP of large objects becomes None if there are none."""
-    shown = {}
-    for name, value in figures.items():
-        shown[name] = None if math.isnan(value) else round(value, 4)
-    return shown

@@ -32,7 +32,7 @@ from ea_vision.base.units import duration
 from ea_vision.engine import checkpoint, run_folder
 from ea_vision.engine.data_module import DataModule
 from ea_vision.engine.draw_maps import MapsPictures
-from ea_vision.engine.evaluate import NonFiniteLoss
+from ea_vision.engine.evaluate import NonFiniteLoss, percents
 from ea_vision.engine.optimizer import build_optimizer, build_schedule, load_optimizer
 from ea_vision.engine.signals import StopRequest
 from ea_vision.engine.step_log import memory_mib, rounded
@@ -260,7 +260,8 @@ class Trainer:
         self.best_model.load_state_dict(buffers[rank]["best_model"], strict=False)
 
     def save(self, best: bool = False, snapshot: bool = False) -> None:
-        """Write the checkpoint; the one it replaces is kept. All processes must call this.
+        """Write the checkpoint; the one it replaces is kept if this start has read or written it: it may be damaged.
+        All processes must call this.
 
         best, snapshot: also write the weights as the best ones, as a snapshot.
 
@@ -269,7 +270,9 @@ class Trainer:
         """
         random_states = self.world.gather(checkpoint.random_state(self.world.device))
         buffers = self._buffers_of_ranks()
-        self.last_good = self.folder / checkpoint.LAST
+        last = self.folder / checkpoint.LAST
+        is_good = self.last_good == last
+        self.last_good = last
         if not self.world.is_main:
             return
         weights = self.best_model.state_dict()
@@ -293,7 +296,8 @@ class Trainer:
         if best:
             run_folder.write_weights(self.folder, weights)
             atomic_write(self.folder / checkpoint.BEST, data)
-        atomic_write(self.last_good, data, keep_previous_as=self.folder / checkpoint.PREVIOUS)
+        previous = self.folder / checkpoint.PREVIOUS
+        atomic_write(last, data, keep_previous_as=previous if is_good else None)
 
     def _buffers_of_ranks(self) -> list[dict] | None:
         """Return the buffers of every process, in order of rank, or None if a run needs only the first one's."""
@@ -305,9 +309,8 @@ class Trainer:
     # ---- what differs between tasks ----------------------------------------------------------------------------------
 
     def text_of(self, figures: dict[str, float]) -> str:
-        """Write the measures among `figures` that are not nan, for a line of the log."""
-        numbers = [name for name in self.measures if not math.isnan(figures[name])]
-        return "  ".join(f"{name} {figures[name]:.2f}%" for name in numbers)
+        """Write the measures among `figures`, for a line of the log."""
+        return percents({name: figures[name] for name in self.measures})
 
     def _compiled(self, model: nn.Module) -> nn.Module:
         """Return the model, compiled if the options say so."""

@@ -87,6 +87,7 @@ def progress(folder, name=checkpoint.LAST):
     return saved(folder, name)["progress"]
 
 
+# Among what `same_result` compares to the bit are the averaged weights (--model-ema-decay).
 # Updates 1 to 5 are the first epoch; checkpoints lie before 1 and after 2, 4, 5, 7, 9 and 10. Each start counts its own
 # updates: killed in update 1, 4, 7, 6 and 10 of the run, of which those since the last checkpoint are made again.
 def test_sigkill_during_training(argv, folder, uninterrupted):

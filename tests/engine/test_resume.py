@@ -1,5 +1,6 @@
 """--resume PATH: into another folder, back to an earlier epoch, with other options, and interrupted."""
 
+import os
 import shutil
 
 import pytest
@@ -88,6 +89,29 @@ def test_the_same_command_continues_the_run_that_went_on(
     assert f"resumed from {last}: epoch 2, update 10" in capsys.readouterr().out
     assert saved(output)["config"]["lr"] == 0.02
     assert run_folder.read_metrics(output)["epoch"] == [1, 2, 3]
+
+
+def test_a_damaged_checkpoint_never_replaces_the_good_one_before_it(
+    run, data, tmp_path, monkeypatch
+):
+    """A run that began from a named checkpoint is continued from last.prev.ckpt. A SIGKILL between the two renames of
+    its next checkpoint must leave a good one."""
+    argv = arguments(data, tmp_path / "more", "--epochs 3 --resume", str(run / checkpoint.LAST))
+    output = tmp_path / "more"
+    assert train_cifar.main(argv) == 0
+    (output / run_folder.RESULTS).unlink()
+    (output / checkpoint.BEST).unlink()
+    (output / checkpoint.LAST).write_bytes(b"half of a file")
+    checkpoint.read_run_state(output / checkpoint.PREVIOUS)
+    replace = os.replace
+
+    def watched(source, target):
+        replace(source, target)
+        if str(target).startswith(str(output)):  # the process may be killed here
+            assert checkpoint.newest_checkpoint(output) is not None
+
+    monkeypatch.setattr(os, "replace", watched)
+    assert train_cifar.main(argv) == 0
 
 
 def test_a_run_that_went_back_is_continued_from_where_it_went(tmp_path):

@@ -82,6 +82,8 @@ def test_evaluate_a_run(finished, capsys):
     best = results["test_best"]
     assert results["test_images"] == 30
     assert best.keys() == {"epoch", "top1", "top5", "held_out_top1"}
+    assert best["top5"] is None, "the likeliest five of three classes are all of them"
+    assert results["tta"] == "none"
     losses = set()
     for tta in ("six", "none"):
         argv = f"--evaluate {finished} --channels-last --tta {tta}".split()
@@ -94,10 +96,23 @@ def test_evaluate_a_run(finished, capsys):
     assert numbers["top1"] == pytest.approx(best["top1"], abs=1e-3)
     rows = rows_of(written / "per_class.csv")
     assert [row["class"] for row in rows] == ["class_0", "class_1", "class_2"]
+    assert {row["tta"] for row in rows} == {"none"}
     mean = sum(float(row["top1"]) * int(row["images"]) for row in rows) / 30
     assert mean == pytest.approx(numbers["top1"], abs=0.01)
     assert Image.open(written / "confusion.png").size[0] > 300
-    assert f"top1 {numbers['top1']:.2f}%" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"top1 {numbers['top1']:.2f}%" in said
+    assert "views: six" in said
+    assert "top5" not in said
+
+
+def test_a_runs_rows_say_that_they_are_of_one_view(data, tmp_path):
+    """--tta of a run is for its later evaluation; its epochs are evaluated by one view of each image."""
+    said = train(arguments(data, tmp_path / "run", "--epochs 1 --tta six"))
+    assert run_folder.read_metrics(tmp_path / "run")["views"] == [1.0]
+    assert run_folder.read_results(tmp_path / "run")["tta"] == "none"
+    assert "by one view" in said
+    assert "top5" not in said
 
 
 def test_a_run_is_evaluated_by_its_own_trainer(finished, data, tmp_path, capsys):
@@ -205,7 +220,7 @@ def test_epochs_left_out_of_evaluation_train_the_same(data, tmp_path, refusal):
     train(argv)
     expected = run_folder.read_metrics(every)
     metrics = run_folder.read_metrics(second)
-    for column in ("top1", "top5"):
+    for column in ("top1", "eval_loss"):
         assert math.isnan(metrics[column][0])
         assert metrics[column][1:] == expected[column][1:]
     assert metrics["train_loss"] == expected["train_loss"]
