@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     paths = find_images(args.check) if args.check else []
     check_output(args.output)
     model = load_model(args.model, random=args.random, img_size=args.img_size)
-    check_classifies(model)
+    check_classifies(model, without_classes=True)
     if isinstance(model.model, ExportedNetwork):
         raise UsageError(f"a model or run is required, and {args.model} is an exported file")
     if isinstance(model.preparation, Processed):

@@ -75,20 +75,10 @@ def predict(
                 likely = logits.float().softmax(-1).cpu()
             for (entry, _), shares in zip(inputs, likely, strict=True):
                 if shares.isfinite().all():
-                    entry["classes"] = _likeliest(shares, top, loaded.classes)
+                    entry["classes"] = loaded.likeliest(shares, top)
                 else:
                     entry["error"] = f"{loaded.label} gives no finite number for {entry['image']}"
         yield from entries
-
-
-def _likeliest(shares: Tensor, top: int, names: Sequence[str] | None) -> list[dict]:
-    """Return the `top` classes of an image, the likeliest first."""
-    values, indices = shares.topk(min(top, len(shares)))
-    classes = []
-    for value, index in zip(values.tolist(), indices.tolist(), strict=True):
-        name = names[index] if names else f"class {index}"
-        classes.append({"name": name, "index": index, "probability": round(value, 6)})
-    return classes
 
 
 def refuse(given: Mapping[str, object], reason: str) -> None:

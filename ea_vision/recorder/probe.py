@@ -122,7 +122,7 @@ def layers_and_query(options: argparse.Namespace, model: LoadedModel) -> tuple[l
     Raises:
         UsageError: the model lacks a layer, or the query is outside the input.
     """
-    check_classifies(model)
+    check_classifies(model, without_classes=True)
     layers = options.layers
     if layers == "auto":
         layers = "16,17,18" if len(recordable_layers(model.model)) >= 18 else "all"

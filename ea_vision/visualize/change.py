@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 
 from ea_vision.base.errors import UsageError
 from ea_vision.visualize.image_maps import add_own_alone, title_of
-from ea_vision.visualize.map_style import STYLE, TIMES, MapStyle, bar_of, fog_note, scaled
-from ea_vision.visualize.sheet import Bar, Block, Row, Tile, sheet
+from ea_vision.visualize.map_style import STYLE, MapStyle, map_sheet
+from ea_vision.visualize.sheet import Block, Row, Tile
 from ea_vision.visualize.tiles import (
     ALL,
     MEAN,
@@ -32,7 +32,6 @@ from ea_vision.visualize.tiles import (
 )
 
 CHANGE = "change"  # the part: attention minus own alone, in units of uniform attention
-FULL_COLOUR = 4.0  # times uniform attention
 
 
 def draw_change(
@@ -41,9 +40,7 @@ def draw_change(
     head: Head,
     point: Query,
     style: MapStyle = STYLE,
-    *,
-    width: float | None = None,
-    left_out: str | None = None,
+    **page,
 ) -> Figure:
     """Draw one row for each of `layers` that evolves: its attention without the previous map, with it, and what the map
     changed. Cells whose change is more than uniform attention are marked with + or -.
@@ -53,8 +50,7 @@ def draw_change(
         head: counted from 0, or "mean".
         point: the query, (y, x) in pixels of the input, a token by name, or "all".
         style: how maps are drawn.
-        width: inches.
-        left_out: see `ea_vision.visualize.sheet.sheet`.
+        **page: width and left_out, see `ea_vision.visualize.sheet.sheet`.
 
     Raises:
         UsageError: none of the layers evolves from a previous map.
@@ -67,48 +63,24 @@ def draw_change(
             f"among {', '.join(map(str, layers))}"
         )
     blocks = [_block(recording, layer, head, point, style) for layer in evolving]
-    attention = [block.rows[0].tiles[:2] for block in blocks]
-    bars = scaled(attention, style)
-    norm = Normalize(-FULL_COLOUR, FULL_COLOUR, clip=True)
-    for block in blocks:
-        block.rows[0].tiles[2].norm = norm
     same_scale = "" if style.scale == "tile" else ", at the same scale"
     note = f"{head_name(head)}, {queries_name([point])}; without: own logits alone{same_scale}"
-    if style.style == "fog":
-        note += f"; {fog_note(blocks)}"
-        bars = []
-    elif len(bars) > 1:
-        for block, bar in zip(blocks, bars, strict=True):
-            block.bars = [bar]
-        bars = []
-    label = f"change of attention {TIMES} N keys; + and \N{MINUS SIGN}: more than uniform attention"
-    bar = bar_of(norm, style, CHANGE, label)
-    ends = [f"\u2264{bar.texts[0]}", *bar.texts[1:-1], f"\u2265{bar.texts[-1]}"]
-    bars.append(Bar(norm, bar.cmap, label, ends, mark=False))
-    return sheet(
-        title_of(recording.model),
-        blocks,
-        width=width,
-        note=note,
-        photo=photo_of(recording, [point], recording.maps[evolving[0]].feat_size),
-        bars=bars,
-        left_out=left_out,
-    )
+    photo = photo_of(recording, [point], recording.maps[evolving[0]].feat_size)
+    return map_sheet(title_of(recording.model), blocks, style, note=note, photo=photo, **page)
 
 
 def _block(recording: Recording, layer: int, head: Head, point: Query, style: MapStyle) -> Block:
     """Return a layer's row under a sentence that says how much the previous map changed."""
     previous = f"layer {layer - 1}"
+    titles = {OWN_ALONE: f"without {previous}'s map", "attn": f"with {previous}'s map"}
     tiles = []
-    for part, title in (
-        (OWN_ALONE, f"without {previous}'s map"),
-        ("attn", f"with {previous}'s map"),
-    ):
+    maps = []
+    for part, title in titles.items():
         tiles.append(tile_of(recording, layer, style, head, point, part, title))
-    values = recording.query_map(layer, point, head) - recording.query_map(
-        layer, point, head, OWN_ALONE
-    )
-    tiles.append(_change_tile(values, recording, style, point, f"what {previous}'s map changed"))
+        maps.append(recording.query_map(layer, point, head, part))
+    alone, attn = maps
+    title = f"what {previous}'s map changed"
+    tiles.append(_change_tile(attn - alone, recording, style, point, title))
     share = f"{recording.change(layer, point, head):.0%}"
     if point == ALL or head == MEAN:
         sentence = f"on average {share} of a query's attention moves"

@@ -192,18 +192,18 @@ class Explorer:
         """Return one description per model: label, image size (from `entry`, a result of `view`), prefix tokens, kind
         of evolution and layers."""
         described = []
-        for model, chosen, view in zip(self.models, self.layers, entry["models"], strict=True):
-            layers = []
-            for layer in chosen:
-                heads = list(self.heads or range(layer.num_heads))
+        for model, layers, view in zip(self.models, self.layers, entry["models"], strict=True):
+            numbers = []
+            for layer in layers:
                 evolves = "prev_logits" in layer.parts
-                layers.append({"number": layer.number, "heads": heads, "evolves": evolves})
+                heads = view["heads"][layer.number]
+                numbers.append({"number": layer.number, "heads": heads, "evolves": evolves})
             known = {
                 "label": model.label,
                 "imgSize": view["imgSize"],
                 "prefix": prefix_names(model.model),
-                "mixes": _mixes_own(model.model, chosen),
-                "layers": layers,
+                "mixes": _mixes_own(model.model, layers),
+                "layers": numbers,
             }
             described.append(known)
         return described
@@ -220,10 +220,8 @@ class Explorer:
         Raises:
             UsageError: none of a model's layers has any of the parts.
         """
-        views = []
-        for model, chosen in zip(models or self.models, self.layers, strict=True):
-            views.append(self._view(image, model, chosen))
-        return {"name": name, "models": views}
+        pairs = zip(models or self.models, self.layers, strict=True)
+        return {"name": name, "models": [self._view(image, *pair) for pair in pairs]}
 
     def _view(
         self, image: Image.Image, model: LoadedModel, chosen: Sequence[AttentionLayer]
@@ -233,32 +231,40 @@ class Explorer:
         if alone:
             add_own_alone(seen)
         prefix = len(prefix_names(model.model))
-        layers = list(seen.maps.values())
-        maps = {layer.number: self._arrays(layer, prefix) for layer in layers}
+        layers = seen.maps
+        maps = {number: self._arrays(layer, prefix) for number, layer in layers.items()}
         largest = {}
-        for layer in layers:
-            if DIFFERENCE in maps[layer.number]:
-                differences = maps[layer.number][DIFFERENCE][:-1, prefix:-1]
-                largest[layer.number] = self._largest(seen.img_size, layer, differences)
+        for number, arrays in maps.items():
+            if DIFFERENCE in arrays:
+                differences = arrays[DIFFERENCE][:-1, prefix:-1]
+                largest[number] = self._largest(seen.img_size, layers[number], differences)
         streams, places = pack(maps, prefix)
-        if model.classifies:
-            predictions = _likeliest(seen.output, model.classes)
-        else:
+        if not model.classifies:
             predictions = _objects(seen.output, model, image)
+        elif model.num_classes:
+            logits = getattr(seen.output, "logits", seen.output)
+            predictions = model.likeliest(logits[0].float().softmax(-1), 3)
+        else:
+            predictions = []
         photo = (seen.pixels() * 255).round().astype(np.uint8)
         return {
             "photo": data_url(photo),
             "imgSize": seen.img_size,
             "equation": equation(model.model, chosen),
             "predictions": predictions,
-            "featSizes": {layer.number: layer.feat_size for layer in layers},
-            "prefixes": {layer.number: layer.num_prefix_tokens for layer in layers},
-            "shares": {layer.number: _sums_to_one(layer) for layer in layers},
-            "keys": {layer.number: _keys_of(layer) for layer in layers},
+            "heads": {number: self.heads_of(layer) for number, layer in layers.items()},
+            "featSizes": {number: layer.feat_size for number, layer in layers.items()},
+            "prefixes": {number: layer.num_prefix_tokens for number, layer in layers.items()},
+            "shares": {number: _sums_to_one(layer) for number, layer in layers.items()},
+            "keys": {number: _keys_of(layer) for number, layer in layers.items()},
             "largest": largest,
             "places": places,
             "streams": streams,
         }
+
+    def heads_of(self, layer: LayerMaps) -> list[int]:
+        """Return the heads of a layer that the page shows."""
+        return list(self.heads or layer.heads)
 
     def _largest(self, img_size: Size, layer: LayerMaps, differences: np.ndarray) -> list[int]:
         """Return [head, y, x]: the head and the cell whose attention the previous map changes most. (y, x) is the
@@ -269,7 +275,7 @@ class Explorer:
             differences: (K, N), by head and pixel's query.
         """
         index, cell = np.unravel_index(differences.argmax(), differences.shape)
-        head = (self.heads or layer.heads)[index]
+        head = self.heads_of(layer)[index]
         H, W = layer.feat_size
         row, col = divmod(int(cell), W)
         y = (row + 0.5) * (img_size[0] / H)
@@ -280,7 +286,7 @@ class Explorer:
         """Return each recorded part as (K, T, N): one row per token, prefix tokens first, over N pixels. A layer that
         runs before a prefix token is added has zeros in the row of that token."""
         missing = prefix - layer.num_prefix_tokens
-        heads = list(self.heads or layer.heads)
+        heads = self.heads_of(layer)
         arrays = {}
         for part in STORED_PARTS:
             if part in self.parts and part in layer.recorded():
@@ -314,21 +320,6 @@ def _mixes_own(model: nn.Module, layers: Sequence[AttentionLayer]) -> bool:
     if no layer convolves."""
     shares = [before_shares(model, layer.name) for layer in layers]
     return any("self_logits" in share for share in shares) or not any(shares)
-
-
-def _likeliest(output: Any, names: Sequence[str] | None) -> list[dict]:
-    """Return the three likeliest classes. `output`: logits (1, C), or an object with `.logits`, as transformers' models
-    return; any other output gives []."""
-    logits = getattr(output, "logits", output)
-    if not isinstance(logits, Tensor) or logits.ndim != 2:
-        return []
-    probabilities = logits[0].float().softmax(-1)
-    values, indices = probabilities.topk(min(3, logits.shape[1]))
-    likeliest = []
-    for index, probability in zip(indices.tolist(), values.tolist(), strict=True):
-        name = names[index] if names else f"class {index}"
-        likeliest.append({"name": name, "probability": round(probability, 6)})
-    return likeliest
 
 
 def _objects(
@@ -411,20 +402,18 @@ def make_explorer(
 ) -> Explorer:
     """Return an explorer of the given layers, heads and parts.
 
-    image: an image of the page; without `layers` the models run on it, to find the layers whose queries are pixels.
+    image: an image of the page, on which the models run, to find their heads and the layers whose queries are pixels.
     """
     request = FigureRequest(models, layers, heads, **preprocessing)
     if len(request.models) > MAX_MODELS:
         raise UsageError(f"a page takes at most {MAX_MODELS} models, got {len(request.models)}")
-    if MEAN in request.heads:
-        raise UsageError(f"--heads must be numbers or all (the page adds the mean), got {heads!r}")
     chosen = STORED_PARTS if parts == "all" else parts.split(",")
     if not set(chosen) <= set(STORED_PARTS):
         raise UsageError(f"--parts must be all or some of {', '.join(STORED_PARTS)}; got {parts!r}")
-    if layers is None:
-        request.record(image)
-    numbers = () if heads == "all" else request.heads
-    return Explorer(request.models, request.layers, numbers, chosen)
+    numbers = request.heads(request.record(image))
+    if MEAN in numbers:
+        raise UsageError(f"--heads must be numbers or all (the page adds the mean), got {heads!r}")
+    return Explorer(request.models, request.layers, () if heads == "all" else numbers, chosen)
 
 
 @dataclass

@@ -1,7 +1,6 @@
 """The options that the figures' commands share, and how figures are written to files."""
 
 import argparse
-import sys
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
@@ -140,7 +139,8 @@ def make_parser(
         )
     parser.add_argument(
         "images",
-        nargs="+",
+        nargs="*",
+        default=[],
         metavar="IMAGE",
         help="image files, folders of them, or digits#N, the Nth test image of the digits, from 0",
     )
@@ -151,19 +151,15 @@ def make_parser(
 class _FigureParser(CommandParser):
     def parse_known_args(self, args=None, namespace=None):
         """Parse; images may follow --queries, which takes all words up to the next option."""
-        words = list(sys.argv[1:] if args is None else args)
-        if "--queries" not in words:
-            return super().parse_known_args(words, namespace)
-        first = words.index("--queries") + 1
-        options = [n for n, word in enumerate(words) if n >= first and word.startswith("-")]
-        end = min(options, default=len(words))
-        images = [word for word in words[first:end] if _is_image(word)]
-        queries = [word for word in words[first:end] if not _is_image(word)]
-        words = images + words[:first] + queries + words[end:]
-        known, unknown = super().parse_known_args(words, namespace)
-        others = [word for word in unknown if images and not word.startswith("-")]
-        known.images += others
-        return known, [word for word in unknown if word not in others]
+        known, unknown = super().parse_known_args(args, namespace)
+        queries = getattr(known, "queries", None) or []
+        images = [word for word in queries if _is_image(word)]
+        known.images = known.images + images
+        if images:
+            known.queries = [word for word in queries if word not in images] or None
+        if not known.images:
+            self.error("the following arguments are required: IMAGE")
+        return known, unknown
 
 
 def _is_image(word: str) -> bool:

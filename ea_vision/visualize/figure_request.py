@@ -34,7 +34,7 @@ from torch import nn
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.figures import check_width
-from ea_vision.recorder.recording import AttentionLayer, AttentionMaps, LayerMaps
+from ea_vision.recorder.recording import AttentionLayer, LayerMaps
 from ea_vision.recorder.selection import parse_layers, parse_queries
 from ea_vision.visualize.image_maps import AnyImage, as_models, record
 from ea_vision.visualize.map_style import style_of
@@ -67,23 +67,33 @@ def only(values: Sequence, kind: str):
     return values[0]
 
 
-def parse_heads(text: str, layers: Sequence[AttentionLayer]) -> list[Head]:
+def parse_heads(text: str, layers: Sequence[LayerMaps]) -> list[Head]:
     """Parse heads: `all`, numbers and `mean`, separated by commas.
 
     Raises:
-        UsageError: a head that a layer does not have.
+        UsageError: a head that was not recorded of every layer.
     """
-    num_heads = min(layer.num_heads for layer in layers)
+    common = [head for head in layers[0].heads if all(head in layer.heads for layer in layers)]
     heads = []
     for item in text.split(","):
-        if item == "all":
-            heads += range(num_heads)
+        if item == ALL:
+            heads += common
         elif item == MEAN:
             heads.append(MEAN)
-        elif item in map(str, range(num_heads)):
+        elif item in map(str, common):
             heads.append(int(item))
         else:
-            raise UsageError(f"heads must be 0 to {num_heads - 1}, all or {MEAN}, got {item!r}")
+            names = ", ".join(map(str, common))
+            raise UsageError(f"heads must be some of {names}, all or {MEAN}, got {item!r}")
+    counts = {len(layer.heads) for layer in layers}
+    if ALL in text.split(",") and len(counts) > 1:
+        log.warning(
+            "layers have %d to %d heads, so only heads 0 to %d of each are drawn: --layers (layers=) "
+            "chooses layers with equally many heads",
+            min(counts),
+            max(counts),
+            min(counts) - 1,
+        )
     return heads
 
 
@@ -124,13 +134,12 @@ class FigureRequest:
     Attributes:
         models: loaded.
         layers: of each model.
-        heads: numbers, or "mean".
         queries: as they were passed; `points` parses them.
         style: a `MapStyle`.
         width: inches, or None.
 
     Raises:
-        UsageError: layers or heads that a model lacks, or an unknown style.
+        UsageError: layers that a model lacks, or an unknown style.
     """
 
     def __init__(
@@ -158,10 +167,8 @@ class FigureRequest:
         self.models = as_models(models, processor=processor, mean=mean, std=std)
         self.layers = [select_layers(layers, model, some) for model in self.models]
         if heads is None:
-            heads = MEAN if len(self.models) > 1 else f"all,{MEAN}"
-        text = text_of(heads)
-        self.all_heads = ALL in text.split(",")
-        self.heads = parse_heads(text, list(chain.from_iterable(self.layers)))
+            heads = MEAN if len(self.models) > 1 else f"{ALL},{MEAN}"
+        self.head_text = text_of(heads)
 
     @property
     def numbers(self) -> list[list[int]]:
@@ -175,8 +182,11 @@ class FigureRequest:
         for index, model in enumerate(self.models):
             recording = record(model, image, self.layers[index], parts)
             if self.default_layers and not all(map(self._has_queries, recording.maps.values())):
-                maps = record(model, image, select_layers(None, model)).maps
-                self.layers[index] = self._layers_with_queries(model, maps)
+                layers = select_layers(None, model)
+                maps = record(model, image, layers).maps
+                # if none has the queries, drawing them raises the error
+                layers = [one for one in layers if self._has_queries(maps[one.number])] or layers
+                self.layers[index] = spread(layers) if self.some else layers
                 recording = record(model, image, self.layers[index], parts)
             recordings.append(recording)
         return recordings
@@ -188,23 +198,11 @@ class FigureRequest:
             return False
         return set(tokens) <= set(layer.query_names)
 
-    def _layers_with_queries(self, model: LoadedModel, maps: AttentionMaps) -> list[AttentionLayer]:
-        """Return the layers whose `maps` have the queries. If none has, return all: drawing them raises the error."""
-        layers = select_layers(None, model)
-        layers = [layer for layer in layers if self._has_queries(maps[layer.number])] or layers
-        return spread(layers) if self.some else layers
-
-    def warn_of_heads_left_out(self) -> None:
-        """If layers have different numbers of heads, warn that `all` means the heads that every layer has."""
-        counts = {layer.num_heads for layer in chain.from_iterable(self.layers)}
-        if self.all_heads and len(counts) > 1:
-            log.warning(
-                "layers have %d to %d heads, so only heads 0 to %d of each are drawn: --layers (layers=) "
-                "chooses layers with equally many heads",
-                min(counts),
-                max(counts),
-                min(counts) - 1,
-            )
+    def heads(self, recordings: Sequence[Recording]) -> list[Head]:
+        """Return the heads, numbers or "mean", which every recorded layer must have. If layers have different numbers
+        of heads, a warning says that `all` means those that every layer has."""
+        maps = [recording.maps.values() for recording in recordings]
+        return parse_heads(self.head_text, list(chain.from_iterable(maps)))
 
     def points(
         self, default: Sequence[tuple[float, float]] = DIAGONAL, seen: Sequence[Recording] = ()
@@ -212,58 +210,32 @@ class FigureRequest:
         """Return the query points in pixels of the first recording in `seen`, or without one of the first model's
         input. default: points as fractions of height and width."""
         size = (seen or self.models)[0].img_size
-        if not self.queries:
-            return parse_queries([], size, default)
-        points = []
-        for query in map(text_of, self.queries):
-            points += [ALL] if query == ALL else parse_queries([query], size)
-        return points
+        return parse_queries(list(map(text_of, self.queries)), size, default)
 
-    def fit_page(self, draw: Callable[..., Figure], **options) -> Figure:
-        """Draw the layers. Of layers that were taken by default, draw only as many as fit a page.
+    def fit_page(self, draw: Callable[..., Figure]) -> Figure:
+        """Draw the layers. Of layers that were taken by default, draw only as many, evenly spaced, as fit a page.
 
         Args:
-            draw: a function of the numbers of the model's layers (with several models, of a list for each), of the
-                keywords style, width and left_out (see `sheet.sheet`), and of the options.
+            draw: a function of the numbers of each model's layers, and of the keywords style, width and left_out (see
+                `sheet.sheet`).
         """
-        draw = partial(draw, style=self.style, width=self.width, **options)
+        draw = partial(draw, style=self.style, width=self.width)
         if not self.default_layers:
-            return draw(self._one_or_all(self.numbers))
-        totals = [len(select_layers(None, model)) for model in self.models]
-        one_or_all = self._one_or_all
-        return fit_page(
-            lambda numbers, **how: draw(one_or_all(numbers), **how), self.numbers, totals
-        )
-
-    def _one_or_all(self, numbers: list[list[int]]) -> list:
-        """Return the list of the only model, or those of all."""
-        return numbers if len(self.models) > 1 else numbers[0]
-
-
-def fit_page(draw: Callable[..., Figure], layers: Sequence[list], totals: Sequence[int]) -> Figure:
-    """Draw the layers of each model; evenly spaced ones of them if all together do not fit a page.
-
-    Args:
-        draw: a function of such lists and of the keyword left_out; see `sheet.sheet`.
-        totals: numbers of layers of the models.
-    """
-    for count in range(max(map(len, layers)), 1, -1):
-        drawn = [spread(its_layers, count) for its_layers in layers]
-        left_out = ""
-        if any(len(its_layers) < total for its_layers, total in zip(drawn, totals, strict=True)):
-            left_out = (
-                f"; {len(drawn[0])} of {max(totals)} layers: --layers (layers=) chooses others"
+            return draw(*self.numbers)
+        total = max(len(select_layers(None, model)) for model in self.models)
+        for count in range(max(map(len, self.numbers)), 1, -1):
+            left_out = f"; {count} of {total} layers: --layers (layers=) chooses others"
+            drawn = [spread(numbers, count) for numbers in self.numbers]
+            try:
+                return draw(*drawn, left_out=left_out if count < total else "")
+            except TooHigh:
+                continue
+        if total > 1:
+            log.warning(
+                "1 of %d layers is drawn, since two do not fit a page: --layers (layers=) chooses others",
+                total,
             )
-        try:
-            return draw(drawn, left_out=left_out)
-        except TooHigh:
-            continue
-    if max(totals) > 1:
-        log.warning(
-            "1 of %d layers is drawn, since two do not fit a page: --layers (layers=) chooses others",
-            max(totals),
-        )
-    return draw([its_layers[:1] for its_layers in layers])
+        return draw(*(numbers[:1] for numbers in self.numbers))
 
 
 def text_of(value: str | int | Sequence[int | str]) -> str:

@@ -1,19 +1,17 @@
 """Attention of query points by head (AA paper, figure 10), of several models side by side (EA paper, figure 4), or of
 several images."""
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from string import ascii_uppercase
-from typing import Any
 
 from matplotlib.figure import Figure
 
 from ea_vision.base.errors import UsageError
 from ea_vision.visualize.figure_options import make_parser, run_figure
-from ea_vision.visualize.figure_request import FigureRequest, Heads, Layers, Models, Queries
+from ea_vision.visualize.figure_request import FigureRequest, Heads, Layers, Models, Queries, only
 from ea_vision.visualize.image_maps import AnyImage, as_images, title_of
 from ea_vision.visualize.map_style import STYLE, MapStyle, map_sheet
-from ea_vision.visualize.sheet import Block, Row, Tile
+from ea_vision.visualize.sheet import Block, Row
 from ea_vision.visualize.tiles import (
     ALL,
     Head,
@@ -52,110 +50,33 @@ def plot_heatmap(
     row. With several models, or several images of one model, each layer has one row per query and head, and one column
     per model or image. By default several models show the mean of heads, several images the mean of all queries.
     """
-    if isinstance(images, (list, tuple)):
-        return _plot_images(models, images, layers, heads, queries, how)
+    if isinstance(images, (list, tuple)) and queries is None:
+        queries = ALL
     request = FigureRequest(models, layers, heads, queries, some=True, **how)
-    recordings = request.record(images)
-    request.warn_of_heads_left_out()
-    points = request.points(seen=recordings)
-    if len(recordings) > 1:
-        draw = partial(draw_models, recordings)
-    else:
-        draw = partial(draw_heatmap, recordings[0])
-    return request.fit_page(draw, heads=request.heads, points=points)
-
-
-def _plot_images(
-    models: Models,
-    images: Sequence[AnyImage],
-    layers: Layers,
-    heads: Heads,
-    queries: Queries,
-    how: Mapping[str, Any],
-) -> Figure:
-    queries = [ALL] if queries is None else queries
-    request = FigureRequest(models, layers, heads, queries, some=True, **how)
-    if len(request.models) > 1:
+    images = as_images(images)
+    several = len(images) > 1
+    if several and len(request.models) > 1:
         raise UsageError(
             f"several models need one image, got {len(request.models)} models and a list of {len(images)}"
         )
-    if len(request.queries) != 1:
-        raise UsageError(f"several images take one query, got {len(request.queries)}")
+    if several:
+        only(request.queries, "query of several images")
     recordings = []
-    for image in as_images(images):
+    for image in images:
         recordings += request.record(image)
-    request.warn_of_heads_left_out()
-    [point] = request.points(seen=recordings)
-    draw = partial(draw_images, recordings, names_of(images))
-    return request.fit_page(draw, heads=request.heads, point=point)
+    points = request.points(seen=recordings)
+    heads = request.heads(recordings)
 
+    def draw(*layers: Sequence[int], style: MapStyle, **page) -> Figure:
+        if several:
+            layers = layers * len(images)
+            page |= {"names": names_of(images), "photos": True}
+        return draw_heatmap(recordings, layers, heads, points, style, **page)
 
-def head_rows(
-    recording: Recording,
-    layer: int,
-    heads: Sequence[Head],
-    points: Sequence[Query],
-    style: MapStyle,
-) -> list[Row]:
-    """Return one row per query with one column per head; for one head a single row with one column per query."""
-    in_a_row = len(heads) == 1 and len(points) > 1
-    rows = []
-    for number, point in enumerate(points, start=1):
-        query = f"query {number}"
-        tiles = []
-        for head in heads:
-            title = query if in_a_row else head_name(head)
-            tile = tile_of(recording, layer, style, head, point, title=title, number=number)
-            tiles.append(tile)
-        rows.append(Row(tiles, query if len(points) > 1 else ""))
-    if in_a_row:
-        return [Row([row.tiles[0] for row in rows])]
-    for row in rows[1:]:
-        for tile in row.tiles:
-            tile.title = ""
-    return rows
+    return request.fit_page(draw)
 
 
 def draw_heatmap(
-    recording: Recording,
-    layers: Sequence[int],
-    heads: Sequence[Head],
-    points: Sequence[Query],
-    style: MapStyle = STYLE,
-    *,
-    width: float | None = None,
-    left_out: str | None = None,
-) -> Figure:
-    """Draw the photo with numbered query points and, below it, one row per query and one column per head per layer.
-    With one query or one head each layer is one row.
-
-    Args:
-        recording: with the "attn" of `layers` (numbers).
-        heads: counted from 0, or "mean".
-        points: queries, (y, x) in pixels of the input, tokens by name, or "all". Below a transformer's maps stands the
-            share of attention that goes to the tokens before the patches.
-        style: how maps are drawn.
-        width: inches.
-        left_out: see `ea_vision.visualize.sheet.sheet`.
-    """
-    grid = len(layers) > 1 and 1 in (len(points), len(heads))
-    blocks = []
-    for layer in layers:
-        rows = head_rows(recording, layer, heads, points, style)
-        blocks.append(Block(rows, map_name(recording.maps[layer], grid)))
-    which = f", {head_name(heads[0])}" if len(heads) == 1 else " by head"
-    return map_sheet(
-        title_of(recording.model),
-        blocks,
-        style,
-        width=width,
-        photo=photo_of(recording, points),
-        note=f"attention{which}; {queries_name(points)}",
-        left_out=left_out,
-    )
-
-
-def draw_models(
     recordings: Sequence[Recording],
     layers: Sequence[Sequence[int]],
     heads: Sequence[Head],
@@ -164,115 +85,98 @@ def draw_models(
     *,
     names: Sequence[str] = (),
     title: str = "",
-    width: float | None = None,
-    left_out: str | None = None,
+    photos: bool = False,
+    **page,
 ) -> Figure:
-    """Draw several models side by side: for each layer one row per query and head, and one column per model. With one
-    query and one head, each layer is one row.
+    """Draw the maps of queries and heads, one block per layer. The columns are the recordings if there are several or
+    they have names, else the heads, or of one head the queries.
 
     Args:
-        recordings: of one image, one per model, with the "attn" of its `layers`.
-        layers: one list of numbers per model, all of the same length.
+        recordings: with the "attn" of their `layers`: of one image by several models, or of several images.
+        layers: one list of numbers per recording, all of the same length.
         heads: counted from 0, or "mean".
         points: queries, (y, x) in pixels of the first recording's input, scaled to the others', tokens by name, or
-            "all".
+            "all". Below a transformer's maps stands the share of attention that goes to the tokens before the patches.
         style: how maps are drawn.
-        names: of the columns; default: the models' titles.
-        title: of the figure; default: the number of models.
-        width, left_out: see `draw_heatmap`.
+        names: of the recordings; default: the models' titles.
+        title: of the figure; default: the number of models, or the only one.
+        photos: whether the recordings are of several images, whose photos are drawn above their maps.
+        **page: width and left_out, see `ea_vision.visualize.sheet.sheet`.
 
     Raises:
         UsageError: models with different numbers of layers.
     """
-    names = names or [title_of(recording.model) for recording in recordings]
+    first = recordings[0]
+    titles = [title_of(recording.model) for recording in recordings]
+    names = names or titles
     if len({len(numbers) for numbers in layers}) > 1:
         counts = [f"{len(numbers)} of {name}" for numbers, name in zip(layers, names, strict=True)]
         raise UsageError(f"models side by side need equally many layers, got {', '.join(counts)}")
     names, meaning = _short_names(names)
-    blocks = _columns(recordings, layers, heads, points, style)
-    for block in blocks:
-        _write_titles(block.rows[0].tiles, names)
-    which = f", {head_name(heads[0])}" if len(heads) == 1 else ""
+    note = f"attention on {len(recordings)} images" if photos else "attention"
+    if len(heads) == 1:
+        note += f", {head_name(heads[0])}"
+    elif len(recordings) == 1:
+        note += " by head"
+    note += f"; {queries_name(points)}"
+    one_model = photos or len(recordings) == 1
+    blocks = []
+    if photos:
+        tiles = [photo_of(recording, points) for recording in recordings]
+        photo_name = "photo" if len(heads) == 1 or len(layers[0]) == 1 else ""
+        blocks.append(Block([Row(tiles)], photo_name))
+    for numbers in zip(*layers, strict=True):
+        rows = _rows(recordings, numbers, heads, points, style)
+        in_a_grid = len(layers[0]) > 1 and len(rows) == 1
+        sizes = {}
+        for recording, number in zip(recordings, numbers, strict=True):
+            sizes[map_name(recording.maps[number], in_a_grid)] = None
+        blocks.append(Block(rows, "\n".join(sizes)))
+    if len(recordings) > 1:
+        note += meaning
+        for block in blocks[:1] if photos else blocks:
+            for tile, name in zip(block.rows[0].tiles, names, strict=True):
+                tile.title = name
     return map_sheet(
-        title or f"{len(recordings)} models",
+        title or (titles[0] if one_model else f"{len(recordings)} models"),
         blocks,
         style,
-        width=width,
-        note=f"attention: {queries_name(points)}{which}{meaning}",
-        photo=photo_of(recordings[0], points),
-        left_out=left_out,
+        note=note,
+        photo=None if photos else photo_of(first, points),
+        **page,
     )
 
 
-def draw_images(
+def _rows(
     recordings: Sequence[Recording],
-    names: Sequence[str],
-    layers: Sequence[int],
-    heads: Sequence[Head],
-    point: Query,
-    style: MapStyle = STYLE,
-    *,
-    width: float | None = None,
-    left_out: str | None = None,
-) -> Figure:
-    """Draw several images of one model side by side, one column each: the photos, and for each layer one row per head.
-
-    Args:
-        recordings: one per image, with the "attn" of `layers` (numbers).
-        names: of the images.
-        heads: counted from 0, or "mean".
-        point: the query, (y, x) in pixels of the first recording's input, scaled to the others', a token by name, or
-            "all".
-        style: how maps are drawn.
-        width, left_out: see `draw_heatmap`.
-    """
-    names, meaning = _short_names(names)
-    photos = [photo_of(recording, [point]) for recording in recordings]
-    _write_titles(photos, names)
-    blocks = _columns(recordings, [layers] * len(recordings), heads, [point], style)
-    photo_name = "photo" if len(heads) == 1 or len(layers) == 1 else ""
-    which = f", {head_name(heads[0])}" if len(heads) == 1 else ""
-    return map_sheet(
-        title_of(recordings[0].model),
-        [Block([Row(photos)], photo_name), *blocks],
-        style,
-        width=width,
-        note=f"attention on {len(recordings)} images: {queries_name([point])}{which}{meaning}",
-        left_out=left_out,
-    )
-
-
-def _columns(
-    recordings: Sequence[Recording],
-    layers: Sequence[Sequence[int]],
+    numbers: Sequence[int],
     heads: Sequence[Head],
     points: Sequence[Query],
     style: MapStyle,
-) -> list[Block]:
-    """Return one block per layer: one row per query and head, one column per recording. The points are in pixels of the
-    first recording's input."""
-    img_size = recordings[0].img_size
-    grid = len(layers[0]) > 1 and len(points) == len(heads) == 1
-    blocks = []
-    for numbers in zip(*layers, strict=True):
-        rows = []
-        for index, point in enumerate(points, start=1):
-            for head in heads:
-                tiles = []
-                for recording, number in zip(recordings, numbers, strict=True):
-                    place = cell_of(point, img_size, recording.img_size)
-                    tiles.append(tile_of(recording, number, style, head, place, number=index))
-                label = []
-                if len(points) > 1:
-                    label.append(f"query {index}")
-                if len(heads) > 1:
-                    label.append(head_name(head))
-                rows.append(Row(tiles, "\n".join(label)))
-        names = []
-        for recording, number in zip(recordings, numbers, strict=True):
-            names.append(map_name(recording.maps[number], grid))
-        blocks.append(Block(rows, "\n".join(dict.fromkeys(names))))
-    return blocks
+) -> list[Row]:
+    """Return the rows of a layer, whose number each recording has in `numbers`."""
+    pairs = list(zip(recordings, numbers, strict=True))
+    lines = [[(*pair, head) for pair in pairs] for head in heads]
+    if len(pairs) == 1:  # its heads stand side by side
+        lines = [[line[0] for line in lines]]
+    rows = []
+    for index, point in enumerate(points, start=1):
+        for line in lines:
+            tiles = []
+            for recording, number, head in line:
+                place = cell_of(point, recordings[0].img_size, recording.img_size)
+                tile = tile_of(recording, number, style, head, place, number=index)
+                tile.title = "" if rows or len(pairs) > 1 else head_name(head)
+                tiles.append(tile)
+            labels = [f"query {index}"] if len(points) > 1 else []
+            if len(lines) > 1:
+                labels.append(head_name(head))
+            rows.append(Row(tiles, "\n".join(labels)))
+    if len(pairs) > 1 or len(heads) > 1 or len(points) == 1:
+        return rows
+    for row in rows:
+        row.tiles[0].title = row.label
+    return [Row([row.tiles[0] for row in rows])]
 
 
 def _short_names(names: Sequence[str]) -> tuple[Sequence[str], str]:
@@ -286,11 +190,6 @@ def _short_names(names: Sequence[str]) -> tuple[Sequence[str], str]:
         short.append(letter)
         meanings.append(f"{letter}: {name}")
     return short, "\n" + "; ".join(meanings)
-
-
-def _write_titles(tiles: Sequence[Tile], names: Sequence[str]) -> None:
-    for tile, name in zip(tiles, names, strict=True):
-        tile.title = name
 
 
 def main(argv: Sequence[str] | None = None) -> int:

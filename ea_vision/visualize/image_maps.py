@@ -65,12 +65,12 @@ def as_batch(model: LoadedModel, images: Sequence[AnyImage]) -> Tensor:
 
 
 def record(
-    model: nn.Module | LoadedModel | str | Path,
+    model: LoadedModel,
     image: AnyImage,
     layers: Sequence[AttentionLayer],
     parts: Sequence[str] = ("attn",),
 ) -> Recording:
-    """Run a network on an image, in evaluation mode; see `as_model` and `AnyImage`.
+    """Run a network on an image, in evaluation mode; see `AnyImage`.
 
     It does not use torch.inference_mode: tensors that a network caches in a forward (ConViT its distances) must stay
     usable in training.
@@ -82,7 +82,6 @@ def record(
     Raises:
         UsageError: none of the layers has any of the parts, or the network refuses the input's size or channels.
     """
-    model = as_model(model)
     image = as_image(image)
     x = model.input_of(image)
     batch = model.batch_of([x])

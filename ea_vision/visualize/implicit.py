@@ -6,7 +6,6 @@ The Jacobian of the outputs shows what a network attends to; attention maps, if 
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,7 @@ from ea_vision.visualize.figure_request import (
     spread,
 )
 from ea_vision.visualize.image_maps import AnyImage, as_images, as_model, record, title_of
-from ea_vision.visualize.map_style import scaled, style_of
+from ea_vision.visualize.map_style import map_sheet, style_of
 from ea_vision.visualize.sheet import Block, Row, Tile, sheet
 from ea_vision.visualize.tiles import QUERY_COLORS, Recording, map_of, photo_of, tile_of
 from ea_vision.zoo.inputs import as_image
@@ -116,22 +115,17 @@ def plot_jacobian(
         note += f" ({name})"
     note += ": how much each pixel moves its logit"
     [shown] = crop(jacobian[None].float(), 0, 0, *recording.img_size)
-    values = shown.cpu().numpy()
-    subject = map_of(values, recording, look, f"|d {name} / d input|", part="jacobian")
-    one_scale = replace(look, scale="all")
-    bars = scaled([[subject]], one_scale, "|d logit / d pixel|")
-    photo = photo_of(recording, title="photo")
-    row = Row([photo, subject])
-    blocks = [Block([row], bars=bars, enlarged=1.5)]
+    title = f"|d {name} / d input|"
+    subject = map_of(shown.cpu().numpy(), recording, look, title, part="jacobian")
+    blocks = [Block([Row([photo_of(recording, title="photo"), subject])], enlarged=1.5)]
     tiles = []
     for layer, maps in recording.maps.items():
         if maps.pixels_ask or layers is not None:
             tiles.append(tile_of(recording, layer, look, title=f"layer {layer}"))
     if tiles:
-        bars = [] if look.has_fog("attn") else scaled([tiles], look)
-        blocks.append(Block([Row(tiles)], "attention that every pixel gets", bars))
+        blocks.append(Block([Row(tiles)], "attention that every pixel gets"))
         note += "; attention: mean of heads and queries"
-    return sheet(title_of(loaded), blocks, width=width, note=note)
+    return map_sheet(title_of(loaded), blocks, look, width=width, note=note)
 
 
 def _with_maps_if_any(model: LoadedModel, image: AnyImage) -> Recording:

@@ -31,7 +31,15 @@ SIGNED_MAP = "coolwarm"
 CHANGE_MAP = "PuOr_r"  # of what evolution changed: both ends dark, so their signs are marked
 CLEAR = 2.0  # times uniform attention, from which on fog is clear; at 1 / CLEAR it is full
 WIDEST_SCALE = 8.0  # times uniform attention, of the scale "uniform"
+FULL_CHANGE = 4.0  # times uniform attention, from which on changes have their full colour
 TIMES = "\N{MULTIPLICATION SIGN}"
+LABELS = {  # of colour bars, by part
+    "attn": f"attention {TIMES} N keys (1: uniform)",
+    "attn_rollout": f"share of the last map's pixel {TIMES} N (1: uniform)",
+    "attn_evidence": f"share of the evidence {TIMES} N (1: uniform)",
+    "change": f"change of attention {TIMES} N keys; + and \N{MINUS SIGN}: more than uniform attention",
+    "jacobian": "|d logit / d pixel|",
+}
 
 
 @dataclass(frozen=True)
@@ -111,11 +119,13 @@ def style_of(keywords: Mapping[str, Any]) -> MapStyle:
 # ---- scales ---------------------------------------------------------------------------------------------------------
 
 
-def scaled(groups: Sequence[Sequence[Tile]], style: MapStyle, label: str = "") -> list[Bar]:
+def scaled(groups: Sequence[Sequence[Tile]], style: MapStyle) -> list[Bar]:
     """Set the scale of each group of compared tiles; return one colour bar per group, or a single one for all if they
     share their scale. All tiles must show attention, or all logits, or all the same other quantity."""
     tiles = list(chain.from_iterable(groups))
     part = tiles[0].part
+    if _kind(part) not in ("attn", "logits"):
+        style = replace(style, scale="all")
     one_for_all = style.scale == "all" or (style.scale == "uniform" and is_attention(part))
     if style.scale == "tile":
         sharing = [[tile] for tile in tiles]
@@ -128,7 +138,14 @@ def scaled(groups: Sequence[Sequence[Tile]], style: MapStyle, label: str = "") -
     firsts = [group[0] for group in groups]
     if one_for_all or style.scale == "tile":
         firsts = firsts[:1]
-    return [bar_of(first.norm, style, part, label) for first in firsts]
+    return [_bar_of(first.norm, style, part) for first in firsts]
+
+
+def _kind(part: str) -> str:
+    """Return the kind of a part, whose maps can share a scale: "attn", "logits", or the other quantity itself."""
+    if is_attention(part):
+        return "attn"
+    return "logits" if part in PARTS else part
 
 
 def norm_of(maps: Sequence[np.ndarray], style: MapStyle, part: str = "attn") -> Normalize:
@@ -136,7 +153,8 @@ def norm_of(maps: Sequence[np.ndarray], style: MapStyle, part: str = "attn") -> 
 
     Attention, in units of uniform attention, has a logarithmic scale with 1 in its middle; in the style "fog" it
     reaches from 1/2 to 2. Logits have a linear scale with 0 in its middle, which covers the middle 99% of their values.
-    Other quantities have a linear scale from 0. Values of -inf, as a mask gives to logits, do not count.
+    "change" reaches FULL_CHANGE to both sides; other quantities have a linear scale from 0. Values of -inf, as a mask
+    gives to logits, do not count.
 
     Args:
         part: one of PARTS, or another quantity's name.
@@ -156,23 +174,21 @@ def norm_of(maps: Sequence[np.ndarray], style: MapStyle, part: str = "attn") -> 
             top = CLEAR
         elif style.scale == "uniform":
             top = WIDEST_SCALE
-        else:
-            lowest = (
-                1.05 if style.scale == "tile" else 2.0
-            )  # nearly uniform maps look nearly uniform
-            top = max(lowest, finite.max())
+        else:  # nearly uniform maps look nearly uniform
+            top = max(1.05 if style.scale == "tile" else 2.0, finite.max())
         return LogNorm(1 / top, top, clip=True)  # clipped: 0 has the lowest colour
+    if part == "change":
+        return Normalize(-FULL_CHANGE, FULL_CHANGE, clip=True)
     low, high = np.quantile(finite, (0.005, 0.995))
     reach = max(abs(low), abs(high), 1e-12)
     return Normalize(-reach if part in PARTS else 0.0, reach)
 
 
-def bar_of(norm: Normalize, style: MapStyle, part: str = "attn", label: str = "") -> Bar:
+def _bar_of(norm: Normalize, style: MapStyle, part: str) -> Bar:
     """Return the colour bar of compared maps. Attention's bar is in units of uniform attention and marks 1; other bars
-    show plain values. label: default: attention's or logits'."""
+    show plain values."""
     attention = is_attention(part)
-    if not label:
-        label = f"attention {TIMES} N keys (1: uniform)" if attention else "logit"
+    label = LABELS.get(part, LABELS["attn"] if attention else "logit")
     if style.scale == "tile":
         label += f"; {TIMES}: a map's highest" if attention else ", each map at its own scale"
         texts = ["lowest", "", "1" if attention else "0", "", "highest"]
@@ -180,12 +196,12 @@ def bar_of(norm: Normalize, style: MapStyle, part: str = "attn", label: str = ""
         half = short(norm.vmax**0.5)
         top = short(norm.vmax)
         texts = [f"1/{top}", f"1/{half}", "1", half, top]
-        if style.scale == "uniform":
-            texts[0] = f"\u2264{texts[0]}"
-            texts[-1] = f"\u2265{texts[-1]}"
     else:
         texts = [short(value) for value in np.linspace(norm.vmin, norm.vmax, 5)]
-    return Bar(norm, style.colormap(part), label, texts, mark=attention)
+    if part == "change" or (attention and style.scale == "uniform"):
+        texts[0] = f"\u2264{texts[0]}"
+        texts[-1] = f"\u2265{texts[-1]}"
+    return Bar(style.colormap(part), label, texts, mark=attention)
 
 
 def short(value: float) -> str:
@@ -201,57 +217,54 @@ def map_sheet(
     blocks: Sequence[Block],
     style: MapStyle,
     *,
-    width: float | None,
     note: str,
     photo: Tile | None = None,
-    label: str = "",
-    left_out: str | None = None,
+    **page,
 ) -> Figure:
     """Draw a figure of maps: the photo with its query points, and one block per group of compared maps. Blocks of one
-    row with short titles become a grid.
+    row with short titles become a grid. In blocks that have attention beside logits, each row scales its logits.
 
     Args:
         photo: see `photo_of`.
-        label: of the colour bars; default: attention's or logits'.
-        left_out: see `sheet`.
+        **page: width and left_out, see `sheet`.
     """
     compared = [block for block in blocks if block.maps()]
-    maps = [block.maps() for block in compared]
-    bars = scaled(maps, style, label)
-    if style.has_fog(maps[0][0].part):
-        note += f"; {fog_note(compared)}"
-        bars = []
+    kinds = dict.fromkeys(_kind(tile.part) for block in compared for tile in block.maps())
+    shared = []
     foot = ""
-    own_bars = len(bars) > 1
-    if own_bars:
-        for block, bar in zip(compared, bars, strict=True):
-            block.bars = [bar]
-    if _fits_grid(blocks):
-        grid = _grid(blocks, narrow=(width or PAGE) < 5)
-        if own_bars:
+    for kind in kinds:
+        by_row = kind == "logits" and len(kinds) > 1
+        owners = [row for block in compared for row in block.rows] if by_row else compared
+        tiles = [[tile for tile in one.maps() if _kind(tile.part) == kind] for one in owners]
+        owners = [one for one, its_tiles in zip(owners, tiles, strict=True) if its_tiles]
+        bars = scaled([its_tiles for its_tiles in tiles if its_tiles], style)
+        if style.has_fog(kind):
+            note += f"; {fog_note(compared)}"
+        elif len(bars) == 1:
+            shared += bars
+        elif by_row:
+            for row, bar in zip(owners, bars, strict=True):
+                row.label += f"\n\N{PLUS-MINUS SIGN}{bar.texts[-1]}"
+            ends = ["lowest", "", "0", "", "highest"]
+            shared.append(replace(bars[0], label="logit; ends: beside each row", texts=ends))
+        else:
             foot = f"colours: {bars[0].label}"
-            for block in compared:
-                name = block.title.split("\n")[0]
-                grid.bars.append(replace(block.bars[0], label=name))
+            for block, bar in zip(owners, bars, strict=True):
+                block.bars = [bar]
+    if _fits_grid(blocks):
+        grid = _grid(blocks, narrow=(page.get("width") or PAGE) < 5)
+        for block in compared:
+            name = block.title.split("\n")[0]
+            grid.bars += [replace(bar, label=name) for bar in block.bars]
         blocks = [grid]
-    shared = [] if own_bars else bars
-    return sheet(
-        title,
-        blocks,
-        width=width,
-        note=note,
-        photo=photo,
-        bars=shared,
-        foot=foot,
-        left_out=left_out,
-    )
+    else:
+        foot = ""
+    return sheet(title, blocks, note=note, photo=photo, bars=shared, foot=foot, **page)
 
 
 def fog_note(blocks: Sequence[Block]) -> str:
     """Explain the fog, and the number of its cells."""
-    shapes = set()
-    for block in blocks:
-        shapes |= {tile.values.shape for tile in block.maps()}
+    shapes = {tile.values.shape for block in blocks for tile in block.maps()}
     sizes = " and ".join(f"{height} x {width}" for height, width in sorted(shapes, reverse=True))
     return (
         "full fog: at most half of uniform attention; clear: at least twice; line: uniform; interpolated "
@@ -262,12 +275,7 @@ def fog_note(blocks: Sequence[Block]) -> str:
 def _fits_grid(blocks: Sequence[Block]) -> bool:
     if len(blocks) < 2 or any(len(block.rows) != 1 for block in blocks):
         return False
-    lines = "\n".join(block.title for block in blocks).split("\n")
-    return max(map(len, lines)) <= 24
-
-
-def _titles(tiles: Sequence[Tile]) -> list[str]:
-    return [tile.title for tile in tiles]
+    return all(len(line) <= 24 for block in blocks for line in block.title.split("\n"))
 
 
 def _grid(blocks: Sequence[Block], narrow: bool) -> Block:
@@ -275,19 +283,19 @@ def _grid(blocks: Sequence[Block], narrow: bool) -> Block:
     one tile each become a single row."""
     names = [block.title for block in blocks]
     lines = [block.rows[0].tiles for block in blocks]
-    titles = _titles(lines[0])
     if all(len(line) == 1 for line in lines):
-        tiles = [tile for [tile] in lines]
-        for tile, name in zip(tiles, names, strict=True):
-            tile.title = name
-        return Block([Row(tiles)], bars=[], enlarged=blocks[0].enlarged)
-    wide = len(titles) > len(lines)
-    if all(_titles(line) == titles for line in lines):
-        if wide == narrow and len(titles) != len(lines):
+        lines = [list(chain.from_iterable(lines))]
+        titles = names
+        names = [""]
+    else:
+        titles = [tile.title for tile in lines[0]]
+        if any([tile.title for tile in line] != titles for line in lines):
+            titles = []
+        elif (len(titles) > len(lines)) == narrow and len(titles) != len(lines):
             lines = list(zip(*lines, strict=True))
             names, titles = titles, names
-        for number, line in enumerate(lines):
-            for tile, title in zip(line, titles, strict=True):
-                tile.title = "" if number else title
+    for number, line in enumerate(lines):
+        for tile, title in zip(line, titles, strict=False):
+            tile.title = "" if number else title
     rows = [Row(line, name) for line, name in zip(lines, names, strict=True)]
-    return Block(rows, bars=[], enlarged=blocks[0].enlarged)
+    return Block(rows, enlarged=blocks[0].enlarged)

@@ -2,9 +2,8 @@
 
 The tokens before a vision transformer's patches (class token, registers) come first; a line separates them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -13,28 +12,32 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from ea_vision.base.errors import UsageError
-from ea_vision.base.figures import check_width
 from ea_vision.models.modes import unwrap
 from ea_vision.ops import Size
-from ea_vision.recorder.recording import PARTS, AttentionLayer, LayerMaps
+from ea_vision.recorder.recording import PARTS, LayerMaps
 from ea_vision.visualize.figure_options import make_parser, run_figure
 from ea_vision.visualize.figure_request import (
     FigureRequest,
     Heads,
     Layers,
     Models,
-    fit_page,
     only,
     parse_heads,
     refuse_arguments,
-    select_layers,
     text_of,
 )
 from ea_vision.visualize.image_maps import AnyImage, record, title_of
 from ea_vision.visualize.map_style import STYLE, MapStyle, map_sheet, style_of
 from ea_vision.visualize.sheet import Block, Row, Tile
-from ea_vision.visualize.text_matrix import Text, draw_text_matrix, is_text, record_text, tokens_of
-from ea_vision.visualize.tiles import MEAN, Head, Recording, head_name, map_name, of_head
+from ea_vision.visualize.text_matrix import (
+    Text,
+    Tokens,
+    is_text,
+    record_text,
+    token_block,
+    tokens_of,
+)
+from ea_vision.visualize.tiles import ALL, MEAN, Head, head_name, map_name, of_head
 from ea_vision.zoo.loaded import LoadedModel
 
 EXAMPLES = """\
@@ -78,122 +81,92 @@ def plot_matrix(
         overlay=no_photo,
         opacity=no_photo,
     )
-    if (
-        isinstance(model, LayerMaps)
-        or isinstance(model, nn.Module)
-        and is_text(unwrap(model), image)
-    ):
-        return _plot_text(model, image, layers, heads, part, tokens, **how)
-    if tokens is not None:
+    if isinstance(model, LayerMaps):
+        numbers = parse_heads(text_of(ALL if heads is None else heads), [model])
+        if tokens is None:
+            tokens = list(map(str, range(model[part].shape[-1])))
+        width = how.pop("width", None)
+        return draw_matrix(
+            {model.number: model},
+            [model.number],
+            numbers,
+            part,
+            style_of(how),
+            title=f"layer {model}",
+            tokens=tokens_of(tokens),
+            width=width,
+        )
+    is_of_text = isinstance(model, nn.Module) and is_text(unwrap(model), image)
+    if tokens is not None and not is_of_text:
         raise UsageError(f"tokens belong to a text or a recorded layer, got {type(image).__name__}")
+    tokenizer = None
+    if is_of_text:
+        model = LoadedModel(unwrap(model), type(unwrap(model)).__name__, preparation=None)
+        heads = MEAN if heads is None else heads
+        tokenizer = how.pop("processor", None)
     request = FigureRequest(model, layers, heads, some=True, **how)
     loaded = only(request.models, "model")
-    [layers] = request.layers
-    without = [str(layer.number) for layer in layers if part not in layer.parts]
+    [its_layers] = request.layers
+    without = [str(layer.number) for layer in its_layers if part not in layer.parts]
     if without:
         raise UsageError(
             f"{loaded.label} has no {part} in layer {', '.join(without)}: choose --layers"
         )
-    request.warn_of_heads_left_out()
-    recording = record(loaded, image, layers, (part,))
-    return request.fit_page(partial(draw_matrix, recording), heads=request.heads, part=part)
-
-
-def _plot_text(
-    model: nn.Module | LayerMaps,
-    text: Text,
-    layers: Layers,
-    heads: Heads,
-    part: str,
-    tokens: Sequence[str] | tuple[Sequence[str], Sequence[str]] | None,
-    *,
-    width: float | None = None,
-    processor: Any = None,
-    **style,
-) -> Figure:
-    look = style_of(style)
-    check_width(width)
-    if isinstance(model, LayerMaps):
-        if tokens is None:
-            count = model[part].shape[-1]
-            tokens = list(map(str, range(count)))
-        numbers = _recorded_heads(model, heads)
-        return draw_text_matrix(
-            [model], tokens_of(tokens), numbers, part, look, title=f"layer {model}", width=width
-        )
-    model = unwrap(model)
-    loaded = LoadedModel(model, type(model).__name__, preparation=None)
-    layers_drawn = select_layers(layers, loaded, some=True)
-    numbers = [layer.number for layer in layers_drawn]
-    maps, names = record_text(model, text, numbers, part, tokens, processor)
+    if is_of_text:
+        recording, tokens = record_text(loaded, image, its_layers, part, tokens, tokenizer)
+    else:
+        recording = record(loaded, image, its_layers, (part,))
     draw = partial(
-        draw_text_matrix,
-        tokens=names,
-        heads=parse_heads(text_of(MEAN if heads is None else heads), layers_drawn),
+        draw_matrix,
+        recording.maps,
+        heads=request.heads([recording]),
         part=part,
-        style=look,
-        title=loaded.label,
-        width=width,
+        title=title_of(loaded),
+        tokens=tokens,
     )
-    if layers is not None:
-        return draw(maps)
-    total = len(select_layers(None, loaded))
-    return fit_page(lambda drawn, **how: draw(drawn[0], **how), [maps], [total])
-
-
-def _recorded_heads(layer: LayerMaps, heads: Any) -> list[Head]:
-    """Return the heads of a recorded layer to draw, by their numbers in the network; None: all that were recorded.
-
-    Raises:
-        UsageError: a head that was not recorded.
-    """
-    if heads is None:
-        return list(layer.heads)
-    of_network = AttentionLayer(layer.number, layer.name, max(layer.heads) + 1, layer.recorded())
-    numbers = parse_heads(text_of(heads), [of_network])
-    for head in numbers:
-        if head != MEAN and head not in layer.heads:
-            recorded = ", ".join(map(str, layer.heads))
-            raise UsageError(f"layer {layer} was recorded with heads {recorded}, got head {head}")
-    return numbers
+    return request.fit_page(draw)
 
 
 def draw_matrix(
-    recording: Recording,
+    maps: Mapping[int, LayerMaps],
     layers: Sequence[int],
     heads: Sequence[Head],
     part: str = "attn",
     style: MapStyle = STYLE,
     *,
-    width: float | None = None,
-    left_out: str | None = None,
+    title: str = "",
+    tokens: Tokens | None = None,
+    **page,
 ) -> Figure:
-    """Draw one row per layer, one tile per head. Ticks stand where a row of the image begins.
+    """Draw one row per layer, one tile per head.
 
     Args:
-        recording: with `part` of `layers` (numbers).
+        maps: by number, with `part` of `layers`.
         heads: counted from 0, or "mean".
         part: one of `ea_vision.recorder.recording.PARTS`.
         style: scale and cmap of the maps.
-        width: inches.
-        left_out: see `ea_vision.visualize.sheet.sheet`.
+        title: of the figure, before the part.
+        tokens: those at rows and columns; None: ticks stand where a row of the image begins.
+        **page: width and left_out, see `ea_vision.visualize.sheet.sheet`.
+
+    Raises:
+        UsageError: layers with other numbers of tokens.
     """
     bare = MapStyle(scale=style.scale, cmap=style.cmap)
+    note = "one row per query, one column per key"
+    if tokens is None:
+        note += ", both row by row over the image; ticks: where a row of the image begins"
+    else:
+        note += "; blank: masked"
     blocks = []
-    for layer in layers:
-        maps = recording.maps[layer]
-        tiles = [_tile(maps, head, part, bare) for head in heads]
-        name = map_name(maps, len(layers) > 1)
-        blocks.append(Block([Row(tiles)], name))
-    return map_sheet(
-        f"{title_of(recording.model)}: {part}",
-        blocks,
-        bare,
-        width=width,
-        note="one row per query, one column per key, both row by row over the image; ticks: where a row "
-        "of the image begins",
-        left_out=left_out,
-    )
+    for number in layers:
+        layer = maps[number]
+        if tokens is None:
+            tiles = [_tile(layer, head, part, bare) for head in heads]
+            blocks.append(Block([Row(tiles)], map_name(layer, len(layers) > 1)))
+        else:
+            blocks.append(token_block(layer, tokens, heads, part, bare, page.get("width")))
+    return map_sheet(f"{title}: {part}", blocks, bare, note=note, **page)
 
 
 def _tile(layer: LayerMaps, head: Head, part: str, style: MapStyle) -> Tile:

@@ -19,6 +19,7 @@ from ea_vision.recorder.quantities import TINY, attention_rollout, class_rollout
 from ea_vision.recorder.recording import LayerMaps
 from ea_vision.visualize.figure_options import make_parser, run_figure
 from ea_vision.visualize.figure_request import (
+    DIAGONAL,
     FigureRequest,
     Layers,
     Models,
@@ -38,6 +39,7 @@ from ea_vision.visualize.tiles import (
     photo_of,
     queries_name,
 )
+from ea_vision.zoo.loaded import check_classifies
 
 EXAMPLES = """\
   ea-vision rollout --model aa_resnet50,ea_aa_resnet50 --queries 60,60 -o rollout.png photo.jpg
@@ -68,31 +70,31 @@ def plot_rollout(
     """
     refuse_arguments("plot_rollout", how, heads="it averages them")
     request = FigureRequest(models, layers, queries=queries, **how)
-    recordings = []
-    for model, its_layers in zip(request.models, request.layers, strict=True):
-        recordings.append(record(model, image, its_layers))
-    if target is None:
-        points = request.points(seen=recordings)
-        return draw_rollout(recordings, points, request.style, width=request.width)
-    points = request.points((), recordings)
-    names = [_add_evidence(recording, target) for recording in recordings]
+    recordings = [
+        record(model, image, its_layers)
+        for model, its_layers in zip(request.models, request.layers, strict=True)
+    ]
+    points = request.points(DIAGONAL if target is None else (), recordings)
+    names = []
+    if target is not None:
+        names = [_add_evidence(recording, target) for recording in recordings]
     return draw_rollout(recordings, points, request.style, classes=names, width=request.width)
 
 
 def _add_evidence(recording: Recording, target: int | str) -> str:
     """Add the evidence of a class to a recording's maps; return the class's name and its probability."""
     model = recording.model
-    names = model.classes or []
-    if target == "predicted":
-        number = None
-    elif str(target).isdecimal():
+    check_classifies(model)
+    names = list(model.classes or [])
+    number = None
+    if target in names:
+        target = names.index(target)
+    if target != "predicted":
+        if not str(target).isdecimal():
+            raise UsageError(
+                f"target must be a class of {model.label} by number or name, or predicted, got {target!r}"
+            )
         number = torch.tensor([int(target)], device=model.device)
-    elif target in names:
-        number = torch.tensor([names.index(target)], device=model.device)
-    else:
-        raise UsageError(
-            f"target must be a class of {model.label} by number or name, or predicted, got {target!r}"
-        )
     logits = add_class_evidence(model.model, recording.batch, recording.maps, number)
     index = int(logits.argmax() if number is None else number)
     name = names[index] if names else f"class {index}"
@@ -123,26 +125,15 @@ def draw_rollout(
     for index, recording in enumerate(recordings):
         name = classes[index] if classes else ""
         blocks.append(_block(recording, first.img_size, points, style, name))
-    queries = f"{queries_name(points)}; " if points else ""
-    last = _asking(first)[-1]
     title = "attention rollout"
-    label = "share of the last map's pixel"
-    note = f"where the last map's pixels come from, through all layers; {queries}all pixels: their mean"
+    note = "where the last map's pixels come from, through all layers; all pixels: their mean"
     if classes:
         title = "evidence of a class"
-        label = "share of the evidence"
-        note = (
-            f"{queries}rollout of the positive part of gradient times attention, through all layers"
-        )
-    return map_sheet(
-        title,
-        blocks,
-        style,
-        width=width,
-        photo=photo_of(first, points, last.feat_size),
-        label=f"{label} \N{MULTIPLICATION SIGN} N (1: uniform)",
-        note=note,
-    )
+        note = "rollout of the positive part of gradient times attention, through all layers"
+    if points:
+        note += f"; {queries_name(points)}"
+    photo = photo_of(first, points, _asking(first)[-1].feat_size)
+    return map_sheet(title, blocks, style, width=width, photo=photo, note=note)
 
 
 def _asking(recording: Recording) -> list[LayerMaps]:
@@ -169,39 +160,32 @@ def _block(
     layer_of_number = {layer.number: layer for layer in layers}
     first = layers[0]
     last = layers[-1]
-    [shares] = (
-        class_rollout(layer_of_number) if class_name else attention_rollout(layer_of_number)
-    )  # (T', T)
-    on_pixels = shares[:, first.num_prefix_tokens :]
+    prefix = first.num_prefix_tokens
+    name = f"{title_of(recording.model)}, {layers_name(list(layer_of_number))}"
     if class_name:
-        on_pixels = (
-            on_pixels / on_pixels.sum(-1, keepdim=True).clamp_min(TINY) * on_pixels.shape[-1]
-        )
+        part = "attn_evidence"
+        name = f"{class_name}: {name}"
+        [shares] = class_rollout(layer_of_number)  # (T', T)
+        on_pixels = shares[:, prefix:]
+        on_pixels = on_pixels / on_pixels.sum(-1, keepdim=True).clamp_min(TINY)
+        rollout = on_pixels * on_pixels.shape[-1]
     else:
-        on_pixels = on_pixels * shares.shape[-1]
-    rollout = on_pixels.unflatten(-1, first.feat_size).cpu().numpy()
+        part = "attn_rollout"
+        [shares] = attention_rollout(layer_of_number)
+        rollout = shares[:, prefix:] * shares.shape[-1]
+    rollout = rollout.unflatten(-1, first.feat_size).cpu().numpy()
     tiles = []
     for number, point in enumerate(points, start=1):
         place = cell_of(point, img_size, recording.img_size)
-        row = last.token(recording.cell(last.number, place))
-        tile = map_of(
-            rollout[row],
-            recording,
-            style,
-            f"query {number}",
-            point=place,
-            number=number,
-            cells=last.feat_size,
-        )
-        tiles.append(tile)
+        row = rollout[last.token(recording.cell(last.number, place))]
+        title = f"query {number}"
+        where = {"point": place, "number": number, "cells": last.feat_size}
+        tiles.append(map_of(row, recording, style, title, part=part, **where))
     if class_name and "cls" in last.prefix_names:
-        tiles.append(map_of(rollout[last.token("cls")], recording, style, "class token"))
+        mean, title = rollout[last.token("cls")], "class token"
     else:
-        mean = rollout[last.num_prefix_tokens :].mean(0)
-        tiles.append(map_of(mean, recording, style, "all pixels"))
-    name = f"{title_of(recording.model)}, {layers_name(list(layer_of_number))}"
-    if class_name:
-        name = f"{class_name}: {name}"
+        mean, title = rollout[last.num_prefix_tokens :].mean(0), "all pixels"
+    tiles.append(map_of(mean, recording, style, title, part=part))
     if _has_convolutions(recording.model.model):
         name += "; approximation: convolutions left out"
     if len(layers) < len(recording.maps):

@@ -7,15 +7,13 @@ measured, so that texts do not overlap. Lengths here are in points, 72 per inch.
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Colormap, Normalize
 from matplotlib.figure import Figure
 
@@ -34,7 +32,6 @@ BAR_LENGTH = 100.0
 LEADING = 1.25  # line height divided by font size
 HIGHEST = 7.0  # inches that the blocks of a figure may be high, if their tiles can shrink so far
 PAGE_HEIGHT = 9.0  # inches
-SLACK = 1.05  # how much higher than the lowest layout a figure may be for larger tiles
 
 
 class TooHigh(Exception):
@@ -74,13 +71,12 @@ class Bar:
     """A colour bar.
 
     Attributes:
-        norm, cmap: its scale and colours.
+        cmap: its colours.
         label: text below it.
         texts: five, evenly spaced from its lower to its upper end.
         mark: whether a line crosses its middle.
     """
 
-    norm: Normalize
     cmap: Colormap
     label: str
     texts: Sequence[str]
@@ -91,21 +87,17 @@ class Bar:
 
     def draw(self, axes: Axes) -> None:
         """Draw it with five texts, or with three if five do not fit."""
-        places = self.norm.inverse(np.linspace(0, 1, 5))
-        mappable = ScalarMappable(self.norm, self.cmap)
-        drawn = axes.figure.colorbar(mappable, cax=axes, orientation="horizontal")
-        axes.set_label("<colorbar>")
-        drawn.outline.set_visible(False)
+        axes.pcolormesh(np.linspace(0, 1, 257), [0, 1], [range(256)], cmap=self.cmap)
+        axes.set(label="<colorbar>", yticks=[], frame_on=False)
         width = 72 / axes.figure.dpi * axes.bbox.width
         step = 1 if width >= 6 * self.widest_text() else 2
-        drawn.set_ticks(places[::step], labels=self.texts[::step])
-        axes.minorticks_off()
+        axes.set_xticks(np.linspace(0, 1, 5)[::step], self.texts[::step])
         axes.tick_params(labelsize=points(), pad=1, length=2)
-        texts = axes.get_xticklabels()
-        texts[0].set_ha("left")
-        texts[-1].set_ha("right")
+        first, *_, last = axes.get_xticklabels()
+        first.set_ha("left")
+        last.set_ha("right")
         if self.mark:
-            axes.axvline(places[2], color="black", linewidth=1.2, clip_on=False)
+            axes.axvline(0.5, color="black", linewidth=1.2, clip_on=False)
 
 
 @dataclass
@@ -114,6 +106,10 @@ class Row:
 
     tiles: Sequence[Tile]
     label: str = ""
+
+    def maps(self) -> list[Tile]:
+        """Return the tiles that have a scale: photos and empty places have none."""
+        return [tile for tile in self.tiles if tile.values is not None]
 
 
 @dataclass
@@ -129,33 +125,29 @@ class Block:
 
     rows: Sequence[Row]
     title: str = ""
-    bars: Sequence[Bar] = ()
+    bars: list[Bar] = field(default_factory=list)
     enlarged: float = 1.0
 
     def maps(self) -> list[Tile]:
-        """Return the tiles that have a scale: photos and empty places have none."""
-        tiles = chain.from_iterable(row.tiles for row in self.rows)
-        return [tile for tile in tiles if tile.values is not None]
+        """Return the tiles that have a scale."""
+        return [tile for row in self.rows for tile in row.maps()]
 
 
 @dataclass
-class _Box:
-    """Axes on the sheet: position (from the upper left corner), size, drawing, and the drawing's title and labels."""
+class _Placed:
+    """A drawing on axes, or a text, with its position (from the upper left corner) and size.
+
+    Attributes:
+        drawing: None for a text.
+        texts: title and labels of the axes, or the text and its size.
+    """
 
     x: float
     y: float
     width: float
     height: float
-    drawing: Tile | Bar
+    drawing: Tile | Bar | None
     texts: dict[str, Any]
-
-
-@dataclass
-class _Text:
-    x: float
-    y: float
-    text: str
-    size: float
 
 
 def _height(text: str, size: float) -> float:
@@ -165,54 +157,33 @@ def _height(text: str, size: float) -> float:
 
 @dataclass
 class _Laid:
-    """Boxes and texts with their positions; new ones are added at the bottom. whole: no grid is broken into lines."""
+    """Drawings and texts with their positions.
+
+    Attributes:
+        width, height: of all together; new ones are added at the bottom.
+        whole: whether no grid is broken into lines.
+        content: the drawings and texts.
+    """
 
     width: float = 0.0
     height: float = 0.0
     whole: bool = True
-    boxes: list[_Box] = field(default_factory=list)
-    texts: list[_Text] = field(default_factory=list)
+    content: list[_Placed] = field(default_factory=list)
 
     def place(self, other: "_Laid", x: float, y: float) -> None:
         """Add the contents of `other`, with its upper left corner at (x, y)."""
-        for box in other.boxes:
-            moved = replace(box, x=x + box.x, y=y + box.y)
-            self.boxes.append(moved)
-        for text in other.texts:
-            moved = replace(text, x=x + text.x, y=y + text.y)
-            self.texts.append(moved)
+        self.content += [replace(one, x=x + one.x, y=y + one.y) for one in other.content]
         self.width = max(self.width, x + other.width)
         self.height = max(self.height, y + other.height)
         self.whole &= other.whole
 
-    def text(self, x: float, text: str, kind: str = "small") -> None:
+    def text(self, text: str, kind: str = "small", left: float = 0.0) -> None:
         """Add text, broken into lines."""
         size = points(kind)
-        lines = wrapped(text, self.width - x, size)
-        self.texts.append(_Text(x, self.height, lines, size))
+        lines = wrapped(text, self.width - left, size)
+        texts = {"s": lines, "fontsize": size}
+        self.content.append(_Placed(left, self.height, 0, 0, None, texts))
         self.height += _height(lines, size)
-
-    def bars(self, bars: Sequence[Bar]) -> None:
-        """Add colour bars side by side. A line holds as many as leave room for three numbers on each."""
-        if not bars:
-            return
-        widest = max(bar.widest_text() for bar in bars)
-        fitting = int(self.width / (3 * widest + 4 * GAP))
-        each_line = max(1, min(len(bars), fitting))
-        step = min(self.width / each_line, 1.4 * BAR_LENGTH)
-        for first in range(0, len(bars), each_line):
-            self._line_of_bars(bars[first : first + each_line], step)
-
-    def _line_of_bars(self, bars: Sequence[Bar], step: float) -> None:
-        small = points()
-        length = step - 4 * GAP
-        highest = 0.0
-        for index, bar in enumerate(bars):
-            label = wrapped(bar.label, length, small)
-            highest = max(highest, _height(label, small))
-            box = _Box(index * step, self.height + 1, length, BAR, bar, {"xlabel": label})
-            self.boxes.append(box)
-        self.height += BAR + 7 + LEADING * small + highest
 
     def row(self, tiles: Sequence[Tile], side: float, left: float, label: str) -> None:
         """Add a line of tiles, with the label of their row."""
@@ -224,17 +195,43 @@ class _Laid:
         above = max(_height(text, small) for text in titles)
         below = max(_height(text, small) for text in notes)
         edge = max(0.0, text_width(label, small) - high) / 2
-        self.height += above + edge
-        if above:
-            self.height += 0.3 * small
+        self.height += above + edge + (0.3 * small if above else 0.0)
         for tile, title, note in zip(tiles, titles, notes, strict=True):
             texts = {"title": title, "xlabel": note, "ylabel": label}
-            self.boxes.append(_Box(left, self.height, side, high, tile, texts))
+            self.content.append(_Placed(left, self.height, side, high, tile, texts))
             left += side + GAP
             label = ""
-        self.height += high + edge + GAP
-        if below:
-            self.height += below + 2.0
+        self.height += high + edge + GAP + (below + 2.0 if below else 0.0)
+
+
+def _side_by_side(parts: Iterable[_Laid], room: float, gap: float, below: float) -> _Laid:
+    """Lay parts side by side, in lines no wider than `room`."""
+    laid = _Laid()
+    x = 0.0
+    y = 0.0
+    for part in parts:
+        if x and x + part.width > room + 0.5:
+            x = 0.0
+            y = laid.height + below
+        laid.place(part, x, y)
+        x += part.width + gap
+    return laid
+
+
+def _bars(bars: Sequence[Bar], room: float) -> _Laid:
+    """Lay colour bars. A line holds as many as leave room for three numbers on each."""
+    small = points()
+    widest = max((bar.widest_text() for bar in bars), default=1.0)
+    fitting = min(len(bars), room // (3 * widest + 4 * GAP))
+    length = min(room / max(1, fitting), 1.4 * BAR_LENGTH) - 4 * GAP
+    parts = []
+    for bar in bars:
+        label = wrapped(bar.label, length, small)
+        height = BAR + 7 + LEADING * small + _height(label, small)
+        parts.append(
+            _Laid(length, height, content=[_Placed(0, 1, length, BAR, bar, {"xlabel": label})])
+        )
+    return _side_by_side(parts, room, 4 * GAP, 0)
 
 
 def _lay_block(block: Block, side: float, room: float, alone: bool) -> _Laid:
@@ -245,73 +242,45 @@ def _lay_block(block: Block, side: float, room: float, alone: bool) -> _Laid:
     for row in block.rows:
         height = side * row.tiles[0].aspect
         labels.append(wrapped(row.label, max(height, 30.0), small))
-    left = max(_height(label, small) for label in labels)
-    if any(labels):
-        left += 2.0
+    left = max(_height(label, small) + (2.0 if label else 0.0) for label in labels)
     columns = max(len(row.tiles) for row in block.rows)
     fitting = max(1, (room - left + GAP) // (side + GAP))
     lines = math.ceil(columns / fitting)
     each = math.ceil(columns / lines)
     grid = left + each * (side + GAP) - GAP
-    no_other_beside = alone or 2 * grid + 3 * GAP > room
     least = BAR_LENGTH * len(block.bars)
-    if no_other_beside:
+    if alone or 2 * grid + 3 * GAP > room:  # no other stands beside it
         least = max(least, text_width(block.title, points("medium")))
     long_row = len(block.rows) == 1 and columns > 4
-    most_lines = 2 if long_row else 1
-    laid = _Laid(max(grid, min(room, least)), whole=lines <= most_lines)
+    laid = _Laid(max(grid, min(room, least)), whole=lines <= 1 + long_row)
     if block.title:
-        laid.text(0, block.title, "medium")
+        laid.text(block.title, "medium")
         laid.height += 2.0
     for first in range(0, columns, each):
         for row, label in zip(block.rows, labels, strict=True):
             tiles = row.tiles[first : first + each]
             if tiles:
                 laid.row(tiles, side, left, label)
-    laid.bars(block.bars)
+    laid.place(_bars(block.bars, laid.width), 0, laid.height)
     return laid
-
-
-def _lay_all(blocks: Sequence[Block], side: float, room: float) -> _Laid:
-    """Lay blocks side by side where they fit, else below."""
-    laid = _Laid()
-    x = 0.0
-    y = 0.0
-    for block in blocks:
-        one = _lay_block(block, side, room, len(blocks) == 1)
-        if x and x + one.width > room + 0.5:
-            x = 0.0
-            y = laid.height + 2 * GAP
-        laid.place(one, x, y)
-        x += one.width + 3 * GAP
-    return laid
-
-
-def _smallest_tile(blocks: Sequence[Block]) -> float:
-    """Return the smallest width of a tile, within bounds, that holds every word of the titles."""
-    small = points()
-    widest = SMALLEST_TILE
-    for block in blocks:
-        for tile in chain.from_iterable(row.tiles for row in block.rows):
-            for word in tile.title.split():
-                widest = max(widest, text_width(word, small) - GAP + 1)
-    return min(46.0 * small / 7, widest)
 
 
 def _best_layout(blocks: Sequence[Block], room: float, highest: float) -> _Laid:
-    """Return the layout with the largest tiles that is whole and no higher than `highest`. If there is none, take the
-    whole layouts (or all, if none is whole): of those at most SLACK times as high as the lowest, return the one with
-    the largest tiles."""
-    smallest = _smallest_tile(blocks)
+    """Return the layout with the largest tiles that is whole and no higher than `highest`; if there is none, the lowest
+    of the whole layouts, or of all. No word of the titles is wider than the smallest tile, within bounds."""
+    small = points()
+    titles = [tile.title for block in blocks for row in block.rows for tile in row.tiles]
+    words = [text_width(word, small) - GAP + 1 for word in " ".join(titles).split()]
+    smallest = min(46.0 * small / 7, max([SMALLEST_TILE, *words]))
     layouts = []
     for side in np.arange(max(LARGEST_TILE, smallest), smallest - 2, -2):
-        laid = _lay_all(blocks, max(side, smallest), room)
+        tile = max(side, smallest)
+        parts = [_lay_block(block, tile, room, len(blocks) == 1) for block in blocks]
+        laid = _side_by_side(parts, room, 3 * GAP, 2 * GAP)
         if laid.whole and laid.height <= highest:
             return laid
         layouts.append(laid)
-    candidates = [laid for laid in layouts if laid.whole] or layouts
-    least = min(laid.height for laid in candidates)
-    return next(laid for laid in candidates if laid.height <= SLACK * least)
+    return min(layouts, key=lambda laid: (not laid.whole, laid.height))
 
 
 def sheet(
@@ -343,19 +312,18 @@ def sheet(
     highest = min(HIGHEST, 1.75 * (width or PAGE))
     body = _best_layout(blocks, room, 72 * highest)
     whole = _Laid(room if width else min(room, max(body.width, 200.0)))
-    picture = _Laid()
     left = 0.0
     if photo:
         side = min(PHOTO, 0.32 * whole.width)
-        picture = _lay_block(Block([Row([photo])]), side, room, False)
-        left = picture.width + 2 * GAP
-    whole.text(left, title, "title")
-    whole.text(left, note + (left_out or ""))
-    picture.height -= GAP  # the gap below its row
-    whole.place(picture, 0.0, 0.0)
-    whole.place(body, 0.0, whole.height + 2 * GAP)
-    whole.bars(bars)
-    whole.text(0, foot)
+        whole.row([photo], side, 0.0, "")
+        left = side + 2 * GAP
+    below = whole.height - GAP if photo else 0.0
+    whole.height = 0.0
+    whole.text(title, "title", left)
+    whole.text(note + (left_out or ""), left=left)
+    whole.place(body, 0, max(below, whole.height) + 2 * GAP)
+    whole.place(_bars(bars, whole.width), 0, whole.height)
+    whole.text(foot)
     height = (whole.height + 2 * MARGIN) / 72
     if height > PAGE_HEIGHT and left_out is not None:
         raise TooHigh
@@ -363,7 +331,7 @@ def sheet(
         log.warning(
             "a figure of %d tiles is %.1f inches high, more than a page (%g): draw fewer layers, heads, "
             "queries or models, or a wider figure",
-            len(whole.boxes),
+            sum(one.drawing is not None for one in whole.content),
             height,
             PAGE_HEIGHT,
         )
@@ -383,14 +351,13 @@ def _draw(laid: _Laid) -> Figure:
         "axes.labelpad": 2.0,
     }
     with matplotlib.rc_context(style):
-        for box in laid.boxes:
-            left = (MARGIN + box.x) / width
-            bottom = 1 - (MARGIN + box.y + box.height) / height
-            axes = figure.add_axes((left, bottom, box.width / width, box.height / height))
-            box.drawing.draw(axes)
-            axes.set(**box.texts)
-        for text in laid.texts:
-            x = (MARGIN + text.x) / width
-            y = 1 - (MARGIN + text.y) / height
-            figure.text(x, y, text.text, fontsize=text.size, va="top")
+        for one in laid.content:
+            left = (MARGIN + one.x) / width
+            bottom = 1 - (MARGIN + one.y + one.height) / height
+            if one.drawing is None:
+                figure.text(left, bottom, va="top", **one.texts)
+                continue
+            axes = figure.add_axes((left, bottom, one.width / width, one.height / height))
+            one.drawing.draw(axes)
+            axes.set(**one.texts)
     return figure

@@ -2,9 +2,7 @@
 the own logits alone (PA paper, figure 8; EA paper, figure 11); or what the previous maps changed."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
-from itertools import chain as chained
 
 import torch
 from matplotlib.figure import Figure
@@ -23,7 +21,7 @@ from ea_vision.visualize.figure_request import (
     only,
     refuse_arguments,
 )
-from ea_vision.visualize.heatmap import draw_models
+from ea_vision.visualize.heatmap import draw_heatmap
 from ea_vision.visualize.image_maps import (
     AnyImage,
     add_own_alone,
@@ -31,17 +29,9 @@ from ea_vision.visualize.image_maps import (
     equation,
     title_of,
 )
-from ea_vision.visualize.map_style import (
-    STYLE,
-    MapStyle,
-    fog_note,
-    is_attention,
-    map_sheet,
-    scaled,
-    short,
-)
+from ea_vision.visualize.map_style import STYLE, MapStyle, map_sheet
 from ea_vision.visualize.run_epochs import epochs_of, run_label
-from ea_vision.visualize.sheet import Bar, Block, Row, Tile, sheet
+from ea_vision.visualize.sheet import Block, Row, Tile
 from ea_vision.visualize.tiles import (
     MEAN,
     OWN_ALONE,
@@ -95,30 +85,33 @@ def plot_strip(
     if through == "checkpoints":
         if change:
             raise UsageError("change is drawn through layers, got through='checkpoints'")
-        return _through_training(
-            FigureRequest(epochs_of(model), layers, [head], queries, **how), image
-        )
-    request = FigureRequest(model, layers, [head], queries, some=True, **how)
-    only(request.models, "model")
-    [recording] = request.record(image, PARTS)
-    [point] = request.points(MIDDLE, [recording])
-    draw = partial(draw_change if change else draw_strip, recording)
-    return request.fit_page(draw, head=only(request.heads, "head"), point=point)
+        request = FigureRequest(epochs_of(model), layers, [head], queries, **how)
+        recordings = request.record(image)
+    else:
+        request = FigureRequest(model, layers, [head], queries, some=True, **how)
+        only(request.models, "model")
+        recordings = request.record(image, PARTS)
+    points = request.points(MIDDLE, recordings)
+    head = only(request.heads(recordings), "head")
+    if through == "checkpoints":
+        return _through_training(request, recordings, head, points)
+    draw = partial(draw_change if change else draw_strip, *recordings, head=head, point=points[0])
+    return request.fit_page(draw)
 
 
-def _through_training(request: FigureRequest, image: AnyImage) -> Figure:
+def _through_training(
+    request: FigureRequest, recordings: Sequence[Recording], head: Head, points: Sequence[Query]
+) -> Figure:
     """Draw attention through training: one row per layer, one column per epoch of each run."""
-    recordings = request.record(image)
-    only(request.heads, "head")
     runs = {run_label(model): None for model in request.models}
     names = [f"epoch {model.epoch}" for model in request.models]
     if len(runs) > 1:
         names = [model.label for model in request.models]
-    return draw_models(
+    return draw_heatmap(
         recordings,
         request.numbers,
-        request.heads,
-        request.points(MIDDLE, recordings),
+        [head],
+        points,
         request.style,
         names=names,
         title=f"{' and '.join(runs)} through training",
@@ -173,9 +166,7 @@ def draw_strip(
     head: Head,
     point: Query,
     style: MapStyle = STYLE,
-    *,
-    width: float | None = None,
-    left_out: str | None = None,
+    **page,
 ) -> Figure:
     """Draw one block for each chain among `layers`, with one row per layer: its parts from the previous logits to the
     attention, then the attention of its own logits alone (at the same scale, unless that is each tile's), and by how
@@ -190,27 +181,16 @@ def draw_strip(
         point: the query, (y, x) in pixels of the input, a token by name, or "all".
         style: how maps are drawn. The logits of a row share a scale, unless its `scale` is "tile" or "all"; they are
             drawn without the photo.
-        width: inches.
-        left_out: see `ea_vision.visualize.sheet.sheet`.
+        **page: width and left_out, see `ea_vision.visualize.sheet.sheet`.
     """
     add_own_alone(recording)
     model = recording.model.model
     maps = [recording.maps[layer] for layer in layers]
     columns = columns_of(model, maps)
-    title = title_of(recording.model)
     note = f"{layers_name(layers)}, {head_name(head)}"
-    query = queries_name([point])
-    blocks = _blocks(recording, maps, columns, head, point, style)
-    if len(columns) == 1:
-        photo = photo_of(recording, [point])
-        note += f", {query}"
-        return map_sheet(
-            title, blocks, style, width=width, note=note, photo=photo, left_out=left_out
-        )
-    bars = _bars(blocks, style)
-    if head == MEAN:
+    if head == MEAN and len(columns) > 1:
         note += " (of their logits, and of their attention)"
-    note += f", {query}"
+    note += f", {queries_name([point])}"
     text = equation(model, maps)
     if text:
         note += f"\n{text}; previous: from the layer before"
@@ -220,21 +200,6 @@ def draw_strip(
             f"; own alone: attention by own logits{same_scale}; differs by: half the sum of absolute "
             "differences, 0 to 1"
         )
-    if style.style == "fog":
-        note += f"; {fog_note(blocks)}"
-    photo = photo_of(recording, [point], maps[0].feat_size)
-    return sheet(title, blocks, width=width, note=note, photo=photo, bars=bars, left_out=left_out)
-
-
-def _blocks(
-    recording: Recording,
-    maps: Sequence[LayerMaps],
-    columns: dict[str, str],
-    head: Head,
-    point: Query,
-    style: MapStyle,
-) -> list[Block]:
-    """Return one block per chain: one row per layer, one column per part; with attention alone a single row."""
     chains = chains_of(maps)
     blocks = []
     for chain in chains:
@@ -242,21 +207,19 @@ def _blocks(
         for layer in chain:
             tiles = [_part(recording, layer, part, columns, head, point, style) for part in columns]
             rows.append(Row(tiles, f"layer {layer.number}"))
-        if len(columns) == 1:
-            tiles = []
+        for tile, heading in zip(rows[0].tiles, columns.values(), strict=True):
+            tile.title = heading
+        if len(columns) == 1:  # attention alone
             for row in rows:
                 row.tiles[0].title = row.label
-                tiles += row.tiles
-            rows = [Row(tiles)]
-        else:
-            for tile, heading in zip(rows[0].tiles, columns.values(), strict=True):
-                tile.title = heading
+            rows = [Row([row.tiles[0] for row in rows])]
         name = ""
         if len(chains) > 1:
             size = "x".join(map(str, chain[0].feat_size))
             name = f"{layers_name([layer.number for layer in chain])}, {size}"
-        blocks.append(Block(rows, name, []))
-    return blocks
+        blocks.append(Block(rows, name))
+    photo = photo_of(recording, [point], maps[0].feat_size)
+    return map_sheet(title_of(recording.model), blocks, style, note=note, photo=photo, **page)
 
 
 def _part(
@@ -279,29 +242,6 @@ def _part(
     elif len(columns) > 1:
         tile.note = ""
     return tile
-
-
-def _bars(blocks: Sequence[Block], style: MapStyle) -> list[Bar]:
-    """Scale the logits of each row together, and the attention of each block; return their colour bars."""
-    rows = list(chained.from_iterable(block.rows for block in blocks))
-    logits = [[tile for tile in _maps(row) if not is_attention(tile.part)] for row in rows]
-    bars = scaled([tiles for tiles in logits if tiles], style)
-    if len(bars) > 1:
-        for row, tiles in zip(rows, logits, strict=True):
-            if tiles:
-                row.label += f"\n\N{PLUS-MINUS SIGN}{short(tiles[0].norm.vmax)}"
-        ends = ["lowest", "", "0", "", "highest"]
-        bars = [replace(bars[0], label="logit; ends: beside each row", texts=ends)]
-    attention = [[tile for tile in block.maps() if is_attention(tile.part)] for block in blocks]
-    attention_bars = scaled(attention, style)
-    if len(attention_bars) > 1:
-        for block, bar in zip(blocks, attention_bars, strict=True):
-            bar.label += f", {block.title}"
-    return bars if style.style == "fog" else bars + attention_bars
-
-
-def _maps(row: Row) -> list[Tile]:
-    return [tile for tile in row.tiles if tile.values is not None]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

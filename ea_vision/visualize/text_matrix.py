@@ -6,7 +6,7 @@ causal attention, and padding.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Any
 
@@ -14,17 +14,18 @@ import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.figures import PAGE
 from ea_vision.base.print import points, text_width
+from ea_vision.layers.inspect_attention import CROSS_ATTENTION
 from ea_vision.models.modes import evaluating
-from ea_vision.recorder.recording import LayerMaps, record_attention
-from ea_vision.visualize.map_style import STYLE, MapStyle, map_sheet
+from ea_vision.recorder.recording import AttentionLayer, LayerMaps, record_attention
+from ea_vision.visualize.map_style import MapStyle
 from ea_vision.visualize.sheet import LARGEST_TILE, MARGIN, Block, Row, Tile
-from ea_vision.visualize.tiles import MEAN, Head, head_name, of_head
+from ea_vision.visualize.tiles import MEAN, Head, Recording, head_name, of_head
+from ea_vision.zoo.loaded import LoadedModel
 
 Text = str | Sequence[int] | Tensor | Mapping[str, Tensor]
 LONGEST_TOKEN = 12  # letters; longer tokens are cut
@@ -50,7 +51,7 @@ class Tokens:
         """Return "encoder", "decoder" or "cross" in a network with a target, by the module's name; else ""."""
         if not self.target:
             return ""
-        if any(word in layer.name for word in ("EncDec", "encoder_attn", "cross")):
+        if CROSS_ATTENTION.search(layer.name):
             return "cross"
         return "decoder" if "decoder" in layer.name else "encoder"
 
@@ -98,25 +99,25 @@ def tokens_of(tokens: Sequence[str] | tuple[Sequence[str], Sequence[str]]) -> To
 
 
 def record_text(
-    model: nn.Module,
+    loaded: LoadedModel,
     text: Text,
-    layers: Sequence[int],
+    layers: Sequence[AttentionLayer],
     part: str,
     tokens: Sequence[str] | None = None,
     tokenizer: Any = None,
-) -> tuple[list[LayerMaps], Tokens]:
+) -> tuple[Recording, Tokens]:
     """Run a network on a text, in evaluation mode; return the maps of its layers, and its tokens.
 
     Args:
         text: ids (T,) or (1, T); a mapping of the network's inputs, such as a tokenizer returns; or a string, which
             the tokenizer splits. An encoder-decoder without decoder_input_ids begins with its start token.
-        layers: numbers.
         tokens: texts of the tokens; for an encoder-decoder a pair of lists. Default: by the tokenizer, or the ids.
         tokenizer: of transformers, its path or name.
 
     Raises:
         UsageError: a string without a tokenizer, or several texts.
     """
+    model = loaded.model
     if isinstance(tokenizer, str):
         from transformers import AutoTokenizer
 
@@ -127,79 +128,61 @@ def record_text(
                 "a text needs its tokenizer (processor=), or ids and tokens; got a string alone"
             )
         text = tokenizer(text, return_tensors="pt")
-    takes_names = isinstance(text, Mapping)
-    inputs = dict(text) if takes_names else {"input_ids": torch.as_tensor(text)}
-    device = next(model.parameters()).device
+    inputs = text if isinstance(text, Mapping) else {"input_ids": text}
     inputs = {
-        name: torch.atleast_2d(torch.as_tensor(value)).to(device) for name, value in inputs.items()
+        name: torch.atleast_2d(torch.as_tensor(value)).to(loaded.device)
+        for name, value in inputs.items()
     }
     if len(inputs["input_ids"]) != 1:
         raise UsageError(f"one text is required, got {len(inputs['input_ids'])}")
     config = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" not in inputs:
         start = config.decoder_start_token_id or 0
-        inputs["decoder_input_ids"] = torch.tensor([[start]], device=device)
-    named = takes_names or len(inputs) > 1
-    recorded = record_attention(model, layers, parts=(part,))
+        inputs["decoder_input_ids"] = torch.tensor([[start]], device=loaded.device)
+    numbers = [layer.number for layer in layers]
+    recorded = record_attention(model, numbers, parts=(part,))
     with evaluating(model), torch.no_grad(), recorded as maps:
-        model(**inputs) if named else model(inputs["input_ids"])
+        if isinstance(text, Mapping) or len(inputs) > 1:
+            model(**inputs)
+        else:
+            model(inputs["input_ids"])
     sides = []
     padding = []
     for name in ("", "decoder_"):
         ids = inputs.get(f"{name}input_ids", torch.empty(1, 0))[0].tolist()
-        sides.append(
-            list(map(str, ids)) if tokenizer is None else tokenizer.convert_ids_to_tokens(ids)
-        )
+        side = list(map(str, ids)) if tokenizer is None else tokenizer.convert_ids_to_tokens(ids)
+        sides.append(side)
         mask = inputs.get(f"{name}attention_mask")
         padding.append(None if mask is None else (mask[0] == 0).cpu().numpy())
-    if tokens is not None:
-        sides = tokens_of(tokens)
-        sides = [sides.source, sides.target]
-    return list(maps.values()), Tokens(*sides, padding)
+    recording = Recording(loaded, None, maps)
+    if tokens is None:
+        return recording, Tokens(*sides, padding)
+    return recording, replace(tokens_of(tokens), padding=padding)
 
 
-def draw_text_matrix(
-    layers: Sequence[LayerMaps],
+def token_block(
+    layer: LayerMaps,
     tokens: Tokens,
     heads: Sequence[Head],
-    part: str = "attn",
-    style: MapStyle = STYLE,
-    *,
-    title: str = "",
-    width: float | None = None,
-    left_out: str | None = None,
-) -> Figure:
-    """Draw one block per layer, one tile per head, with tokens at rows (queries) and columns (keys).
+    part: str,
+    style: MapStyle,
+    width: float | None,
+) -> Block:
+    """Return a block of a layer of one text: one tile per head, with tokens at rows (queries) and columns (keys).
 
     Args:
-        layers: with `part`, of one text.
-        heads: counted from 0, or "mean".
-        style: scale and cmap of the maps.
-        title: of the figure.
-        width: inches.
-        left_out: see `ea_vision.visualize.sheet.sheet`.
+        width: of the figure in inches.
 
     Raises:
-        UsageError: layers with other numbers of tokens.
+        UsageError: the layer has another number of tokens.
     """
-    bare = MapStyle(scale=style.scale, cmap=style.cmap)
     room = 72 * (width or PAGE) - 2 * MARGIN
-    blocks = []
-    for layer in layers:
-        tiles = [_tile(layer, tokens, head, part, bare) for head in heads]
-        side = min(room, _size(tokens.sides(layer))[0])
-        each = max(1, int(room // side))
-        rows = [Row(tiles[first : first + each]) for first in range(0, len(tiles), each)]
-        name = f"layer {layer.number} {tokens.kind(layer)}".rstrip()
-        blocks.append(Block(rows, name, enlarged=side / LARGEST_TILE))
-    return map_sheet(
-        title,
-        blocks,
-        bare,
-        width=width,
-        note=f"{part}: one row per query, one column per key; blank: masked",
-        left_out=left_out,
-    )
+    side = min(room, _size(tokens.sides(layer))[0])
+    each = max(1, int(room // side))
+    tiles = [_tile(layer, tokens, head, part, style) for head in heads]
+    rows = [Row(tiles[first : first + each]) for first in range(0, len(tiles), each)]
+    name = f"layer {layer.number} {tokens.kind(layer)}".rstrip()
+    return Block(rows, name, enlarged=side / LARGEST_TILE)
 
 
 def _written(tokens: Sequence[str]) -> list[str]:

@@ -70,8 +70,19 @@ class LoadedModel:
 
     @property
     def num_classes(self) -> int:
-        """The number of classes; 0 without a classifier."""
-        return getattr(self.model, "num_classes", len(self.classes or ()))
+        """The number of classes; 0 without a classifier, whatever the shape of the output."""
+        model = self.model
+        *_, last = model.modules()
+        if hasattr(model, "get_classifier"):
+            last = model.get_classifier()
+        if isinstance(last, nn.Identity):
+            return 0
+        if isinstance(getattr(model, "num_classes", None), int):
+            return model.num_classes
+        if hasattr(model, "config"):  # transformers'
+            is_classifier = "ForImageClassification" in type(model).__name__
+            return model.config.num_labels if is_classifier else 0
+        return getattr(last, "out_features", 0)
 
     @property
     def device(self) -> torch.device:
@@ -118,9 +129,23 @@ class LoadedModel:
         return self.preparation.normalize(in_unit_range(image))
 
     def classify(self, x: Tensor) -> Tensor:
-        """Return logits (B, classes) of a batch from `batch_of`."""
+        """Return logits (B, classes) of a batch from `batch_of`.
+
+        Raises:
+            UsageError: the network has no classifier.
+        """
+        check_classifies(self)
         output = self.model(x)
         return getattr(output, "logits", output)  # transformers' models return several
+
+    def likeliest(self, shares: Tensor, top: int) -> list[dict]:
+        """Return the `top` classes of an image with the probabilities `shares` (classes,), the likeliest first."""
+        values, indices = shares.topk(min(top, len(shares)))
+        classes = []
+        for value, index in zip(values.tolist(), indices.tolist(), strict=True):
+            name = self.classes[index] if self.classes else f"class {index}"
+            classes.append({"name": name, "index": index, "probability": round(value, 6)})
+        return classes
 
     def shown(self, x: Tensor) -> Tensor:
         """Return the image in 0..1 of an input (3, H, W)."""
@@ -313,11 +338,16 @@ def _set_size(loaded: LoadedModel, img_size: Size, fixed: bool) -> None:
         loaded.preparation = replace(loaded.preparation, size=img_size)
 
 
-def check_classifies(model: LoadedModel) -> None:
-    """Raise UsageError for a detector: a network that classifies whole images is required."""
+def check_classifies(model: LoadedModel, without_classes: bool = False) -> None:
+    """Raise UsageError for a detector, and unless `without_classes` for a network without a classifier."""
+    reason = ""
     if not model.classifies:
+        reason = "detects objects (use ea-vision predict)"
+    elif not without_classes and not model.num_classes:
+        reason = "has no classifier"
+    if reason:
         raise UsageError(
-            f"a network that classifies images is required, but {model.label} detects objects (use ea-vision predict)"
+            f"a network that classifies images is required, but {model.label} {reason}"
         )
 
 

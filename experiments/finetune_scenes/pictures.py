@@ -136,7 +136,7 @@ def main(argv: list[str] | None = None) -> int:
     for way, network in networks(args.weights, args.runs).items():
         seen[way] = record(network, PHOTO, recordable_layers(network.model))
     heads = [*range(HEADS), "mean"]
-    figure = draw_heatmap(seen["before"], [12], heads, ["cls"], width=6.75)
+    figure = draw_heatmap([seen["before"]], [[12]], heads, ["cls"], width=6.75)
     figure.savefig(PICTURES / "class_token.png", dpi=150)
     save_maps(seen)
     if args.runs:

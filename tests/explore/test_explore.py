@@ -14,10 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
+from torch import nn
 
 from ea_vision.base.errors import UsageError
+from ea_vision.predict import predict
 from ea_vision.recorder.recording import recordable_layers
-from ea_vision.visualize import explore, show_page
+from ea_vision.visualize import explore, plot_jacobian, plot_rollout, show_page
 from ea_vision.visualize.explore import build_page, pack, quantise
 from ea_vision.visualize.image_maps import as_model
 from ea_vision.visualize.tiles import OWN_ALONE
@@ -25,6 +27,7 @@ from ea_vision.zoo.loaded import load_model
 from tests.data.photos import picture
 from tests.detection.tiny import tiny_run
 from tests.models.zoo import TINY
+from tests.recorder import networks
 from tests.recorder.networks import timms
 
 
@@ -199,3 +202,30 @@ def test_a_notebook_displays_the_page():
     assert "ea_conv_transformer_cifar (untrained) [2]" in shown.text
     with pytest.raises(UsageError, match="at most 3 models, got 4"):
         show_page([model] * 4, picture(3))
+
+
+def without_head(model):
+    model.head = nn.Identity()
+    return model
+
+
+HEADLESS = {
+    "timm": lambda: timm.create_model("vit_tiny_patch16_224", **{**TINY, "num_classes": 0}),
+    "a head taken away": lambda: without_head(timm.create_model("vit_tiny_patch16_224", **TINY)),
+    "transformers": lambda: networks.transformers_model("ViT"),
+    "torchvision": lambda: without_head(networks.torchvision_swin()),
+}
+
+
+@pytest.mark.parametrize("name", HEADLESS)
+def test_what_has_no_classifier_has_no_predictions(name):
+    """Known by the module: features (1, C) have the shape of logits."""
+    model = HEADLESS[name]().eval()
+    assert '"predictions":[]' in show_page(model, picture(0), "1,2").text
+    for predicts in (
+        lambda: list(predict(as_model(model), [picture(0)])),
+        lambda: plot_jacobian(model, picture(0)),
+        lambda: plot_rollout(model, picture(0), "1,2", target="predicted"),
+    ):
+        with pytest.raises(UsageError, match="classifies .* required, .* has no classifier"):
+            predicts()

@@ -16,7 +16,8 @@ from ea_vision.visualize import (
     plot_strip,
     show_page,
 )
-from ea_vision.zoo.loaded import LoadedModel
+from ea_vision.visualize.image_maps import as_batch
+from ea_vision.zoo.loaded import LoadedModel, as_model
 from ea_vision.zoo.preparation import Preparation
 from tests.recorder.networks import (
     CAIT,
@@ -24,12 +25,13 @@ from tests.recorder.networks import (
     TINY,
     XCIT,
     lively,
+    recorded,
     timms,
     torchvision_vit,
     transformers_model,
 )
 
-from .conftest import PHOTO, maps_of, small, texts_of
+from .conftest import PHOTO, maps_of, small, texts_of, tiles_of, titles_of
 
 PREPARATION = Preparation((32, 32), mean=(0.5,) * 3, std=(0.5,) * 3)
 IMAGE = torch.rand(3, 32, 32, generator=torch.Generator().manual_seed(0))
@@ -149,3 +151,25 @@ def test_class_attention_shows_its_one_query():
     texts = texts_of(plot_rollout(model, PHOTO, queries=[(5, 20)]))
     assert "layers 1, 2" in texts
     assert "class attention is left out" in texts
+
+
+def test_cross_attention_of_a_detector():
+    """DETR's modules state no number of heads; its learned queries have names, and their keys lie on the photo."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    from tests.recorder.test_huggingface import create  # which needs it
+
+    model = lively(create("DETR"))
+    image = torch.rand(3, 96, 96, generator=torch.Generator().manual_seed(0))
+    batch = as_batch(as_model(model), [image])
+    maps = recorded(model, batch)
+    cross = next(layer for layer in maps.values() if layer.attn.shape[-2] != layer.attn.shape[-1])
+    H, W = cross.feat_size
+    for head, queries in ((3, ["query3"]), ("mean", ["query1", "query5"])):
+        attn = cross.attn[0].mean(0) if head == "mean" else cross.attn[0, head]
+        figure = plot_heads(model, image, [cross.name], [head], queries, overlay=False)
+        for axes, query in zip(tiles_of(figure), queries, strict=True):
+            expected = attn[int(query[-1]) - 1].view(H, W) * H * W
+            np.testing.assert_allclose(axes.images[-1].get_array(), expected, rtol=1e-4)
+    assert "head 3" in titles_of(plot_heads(model, image, [1]))
+    with pytest.raises(UsageError, match="query query99 must be .* of layer"):
+        plot_heads(model, image, [cross.name], [0], ["query99"])

@@ -37,7 +37,7 @@ from ea_vision.visualize import (
 )
 from ea_vision.visualize.change import draw_change
 from ea_vision.visualize.figure_options import _outputs
-from ea_vision.visualize.heatmap import draw_heatmap, draw_models
+from ea_vision.visualize.heatmap import draw_heatmap
 from ea_vision.visualize.image_maps import equation
 from ea_vision.visualize.map_style import SCALES, norm_of, scaled
 from ea_vision.visualize.matrix import draw_matrix
@@ -74,7 +74,7 @@ def wide():
 
 
 def test_the_querys_cell_is_framed(wide):
-    figure = draw_heatmap(wide, [1], ["mean"], [(1, 30), (10, 5)], MapStyle(overlay=False))
+    figure = draw_heatmap([wide], [[1]], ["mean"], [(1, 30), (10, 5)], MapStyle(overlay=False))
     [header] = labelled(figure, "photo")
     first, second = tiles_of(figure)
     shown = []
@@ -92,7 +92,7 @@ def test_models_side_by_side_share_one_scale_and_place_the_query(wide):
     recordings = [wide, record(small(img_size=(32, 64), seed=1), layers=1)]
 
     def draw(layers):
-        return draw_models(recordings, layers, [0], [(5, 20)], names=["one", "other"])
+        return draw_heatmap(recordings, layers, [0], [(5, 20)], names=["one", "other"])
 
     shown = overlaid(draw([[1], [1]]))
     for artist, recording in zip(shown, recordings, strict=True):
@@ -283,8 +283,8 @@ def test_masked_logits_do_not_count_in_the_scale_and_other_infinities_are_refuse
 
 
 def test_logits_are_diverging_around_0_and_probabilities_sequential(wide):
-    [logits] = tiles_of(draw_matrix(wide, [1], [0], "logits"))
-    [attention] = tiles_of(draw_matrix(wide, [1], [0], "attn"))
+    [logits] = tiles_of(draw_matrix(wide.maps, [1], [0], "logits"))
+    [attention] = tiles_of(draw_matrix(wide.maps, [1], [0], "attn"))
     norm = logits.images[0].norm
     assert norm.vmin == -norm.vmax
     assert logits.images[0].cmap.name == "coolwarm"
@@ -293,7 +293,7 @@ def test_logits_are_diverging_around_0_and_probabilities_sequential(wide):
 
 @pytest.mark.parametrize("scale", SCALES)
 def test_every_bar_of_attention_marks_uniform_attention(wide, scale):
-    figure = draw_heatmap(wide, [1], [0], [(3, 5)], MapStyle(scale=scale))
+    figure = draw_heatmap([wide], [[1]], [0], [(3, 5)], MapStyle(scale=scale))
     [bar] = [axes for axes in figure.axes if axes.get_xlabel().startswith("attention")]
     labels = [text.get_text() for text in bar.get_xticklabels()]
     assert labels.count("1") == 1
@@ -309,7 +309,7 @@ def test_the_photo_lies_under_the_maps_as_the_network_saw_it_but_finer():
     means = recording.photo.reshape(16, 10, 16, 10, 3).mean((1, 3))
     seen = recording.image.permute(1, 2, 0).numpy()
     assert np.corrcoef(means.ravel(), seen.ravel())[0, 1] > 0.9
-    figure = draw_heatmap(recording, [1], [0], [(3, 5)])
+    figure = draw_heatmap([recording], [[1]], [0], [(3, 5)])
     for axes in labelled(figure, "photo") + tiles_of(figure):
         assert axes.images[0].get_array().shape[:2] == (160, 160)
 
@@ -342,7 +342,7 @@ def test_maps_lie_on_what_the_patches_cover(pads):
     rows, columns = (min(len(finer), round(height * times)), round(min(39, width) * times))
     assert np.array_equal(recording.photo[:rows, :columns], finer[:rows, :columns])
     assert recording.photo.shape[:2] == (round(height * times), round(width * times))
-    figure = draw_heatmap(recording, [1], [0], [(22, 31)])
+    figure = draw_heatmap([recording], [[1]], [0], [(22, 31)])
     for axes in tiles_of(figure):
         assert axes.images[-1].get_extent() == [0, width, height, 0]
     explorer = explore.Explorer([model], [recordable_layers(model.model)[:1]], parts=("attn",))
@@ -371,7 +371,7 @@ def left_of_photo(cells, y, x):
 def test_fog_is_as_the_docs_define_it(wide):
     """A loop over pixels: no photo is left at half of uniform attention, all of it at twice; the line is where half is
     left, and the text counts the eighth of the cells that has most."""
-    figure = draw_heatmap(wide, [1], [2], ["all"], MapStyle(style="fog"))
+    figure = draw_heatmap([wide], [[1]], [2], ["all"], MapStyle(style="fog"))
     [axes] = tiles_of(figure)
     shown = np.asarray(axes.images[0].get_array())
     mean = 32 * wide.maps[1].attn[0, 2].mean(0).view(4, 8).double().numpy()

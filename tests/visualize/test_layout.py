@@ -18,7 +18,7 @@ from ea_vision.recorder.quantities import LayerQuantities
 from ea_vision.recorder.recording import PARTS
 from ea_vision.visualize import MapStyle, plot_jacobian
 from ea_vision.visualize.change import draw_change
-from ea_vision.visualize.heatmap import draw_heatmap, draw_images, draw_models
+from ea_vision.visualize.heatmap import draw_heatmap
 from ea_vision.visualize.image_maps import as_model
 from ea_vision.visualize.matrix import draw_matrix
 from ea_vision.visualize.rollout import draw_rollout
@@ -119,11 +119,12 @@ def quantities(layers, heads):
 def images_side_by_side(made, layers, heads, width):
     made = made * 3
     names = [f"{number}.jpg" for number in range(len(made))]
-    return draw_images(made, names, layers[:2], heads[:3], "all", width=width)
+    numbers = [layers[:2]] * len(made)
+    return draw_heatmap(made, numbers, heads[:3], ["all"], names=names, photos=True, width=width)
 
 
 def models_side_by_side(made, layers, heads=(0,), width=None):
-    return draw_models(made, [layers] * len(made), heads[:1], [QUERY], width=width)
+    return draw_heatmap(made, [layers] * len(made), heads[:1], [QUERY], width=width)
 
 
 def statistics(made, layers, heads, width):
@@ -133,10 +134,10 @@ def statistics(made, layers, heads, width):
 
 KINDS = {  # of recordings (one per model, all alike), their layers' numbers, their heads, the width
     "heatmap": lambda made, layers, heads, width: draw_heatmap(
-        made[0], layers, heads, [QUERY], width=width
+        made[:1], [layers], heads, [QUERY], width=width
     ),
     "queries": lambda made, layers, heads, width: draw_heatmap(
-        made[0], layers[:2], heads, [QUERY, (31, 31)], width=width
+        made[:1], [layers[:2]], heads, [QUERY, (31, 31)], width=width
     ),
     "models": models_side_by_side,
     "images": images_side_by_side,
@@ -147,10 +148,10 @@ KINDS = {  # of recordings (one per model, all alike), their layers' numbers, th
         made[0], [*layers, 2], heads[0], (16, 16), width=width
     ),
     "fog": lambda made, layers, heads, width: draw_heatmap(
-        made[0], layers, heads[:3], [QUERY], MapStyle(style="fog"), width=width
+        made[:1], [layers], heads[:3], [QUERY], MapStyle(style="fog"), width=width
     ),
     "matrix": lambda made, layers, heads, width: draw_matrix(
-        made[0], layers, heads, "logits", width=width
+        made[0].maps, layers, heads, "logits", title=made[0].model.label, width=width
     ),
     "rollout": lambda made, layers, heads, width: draw_rollout(
         made, [QUERY, (16, 16)], width=width
@@ -182,7 +183,7 @@ def test_scales(scale):
     recorded = recording()
     style = MapStyle(scale=scale)
     assert not problems(draw_strip(recorded, [1, 2], 0, QUERY, style, width=3.3))
-    assert not problems(draw_matrix(recorded, [1, 2], [0, 1], "logits", style, width=3.3))
+    assert not problems(draw_matrix(recorded.maps, [1, 2], [0, 1], "logits", style, width=3.3))
 
 
 def test_the_users_size_of_text():
@@ -199,8 +200,8 @@ def test_the_users_size_of_text():
 
 def test_without_a_width_a_figure_is_as_wide_as_it_needs_to_be():
     recorded = recording(8)
-    narrow = draw_heatmap(recorded, [1], [0], [QUERY])
-    wide = draw_heatmap(recorded, [1, 2], range(8), [QUERY])
+    narrow = draw_heatmap([recorded], [[1]], [0], [QUERY])
+    wide = draw_heatmap([recorded], [[1, 2]], range(8), [QUERY])
     assert narrow.get_size_inches()[0] < 3.3
     assert 4 < wide.get_size_inches()[0] <= 6.75
 

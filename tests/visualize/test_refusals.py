@@ -35,7 +35,7 @@ from .conftest import PHOTO, small
         ("heatmap --cmap virids", "cmap must be one of matplotlib's colour maps"),
         ("heatmap -o /proc/nowhere/a.png", "cannot make the folder /proc/nowhere"),
         (f"heatmap {__file__}", "test_refusals.py cannot be read: UnidentifiedImageError"),
-        ("heatmap --heads \u00b2", "heads must be 0 to 3, all or mean, got '\u00b2'"),
+        ("heatmap --heads \u00b2", "heads must be some of 0, 1, 2, 3, all or mean, got '\u00b2'"),
         ("heatmap --queries \u00b2,1", "a query must be y,x in pixels.*got '\u00b2,1'"),
         (
             "heatmap --queries reg0",
@@ -130,7 +130,7 @@ torch.nn.init.constant_(next(DIVERGED.parameters()), torch.nan)
         (plot_heatmap, MODEL, [], {}, "at least one image required, got none"),
         (plot_statistics, MODEL, [], {}, "at least one image required, got none"),
         (plot_heatmap, [MODEL] * 2, [PHOTO] * 2, {}, "models need one image"),
-        (plot_heatmap, MODEL, [PHOTO], {"queries": [(1, 1), (2, 2)]}, "one query"),
+        (plot_heatmap, MODEL, [PHOTO] * 2, {"queries": [(1, 1), (2, 2)]}, "one query"),
         (plot_heatmap, MODEL, PHOTO, {"style": "dark"}, "must be cells or fog, got 'dark'"),
         (
             plot_heatmap,

@@ -163,5 +163,5 @@ def test_heads_of_a_recorded_layer_keep_their_numbers():
     texts = texts_of(figure)
     assert "head 3" in texts
     assert "head 1" in texts
-    with pytest.raises(UsageError, match="heads 3, 1, got head 2"):
+    with pytest.raises(UsageError, match="heads .* 3, 1, .*got '2'"):
         plot_matrix(maps[1], heads=2)

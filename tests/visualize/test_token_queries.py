@@ -79,7 +79,7 @@ def test_other_figures_take_a_class_token(seen):
     model, image, _ = seen
     plot_strip(model, image, query="cls")
     figure = plot_heatmap({"one": model, "other": model}, image, layers=[3], queries=["cls"])
-    assert "query class token, mean of heads" in texts_of(figure)
+    assert "mean of heads; query class token" in texts_of(figure)
     assert len(drawn(figure, "cls ")) == 2
 
 
