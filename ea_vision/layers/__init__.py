@@ -1,7 +1,7 @@
 """The attention layers and the evolutions of their maps; their arithmetic is `ea_vision.ops`."""
 
 from ea_vision.base.lazy import import_later
-from ea_vision.layers.augmented_conv import AugmentedConv2d, check_fusion
+from ea_vision.layers.augmented_conv import AugmentedConv2d
 from ea_vision.layers.evolution import (
     Evolution,
     EvolvingAttention,
@@ -13,6 +13,7 @@ from ea_vision.layers.evolution import (
     learnable_gates,
     register_evolution,
 )
+from ea_vision.layers.fusion import check_fusion
 from ea_vision.layers.positions import POSITIONS, add_sine, append_coordinates, check_position
 from ea_vision.layers.spatial_transformer import SpatialTransformer, quadrilateral, sample_affine
 from ea_vision.layers.token_attention import MapsAttention, attention_layers

@@ -24,18 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ea_vision.base.errors import UsageError
-from ea_vision.ops import Size, forced, log_once
-from ea_vision.ops.problem import check_prev_logits
-from ea_vision.ops.reference import (
-    StepByStep,
-    among_patches,
-    evolve_logits,
-    mixed,
-    own_logits,
-    readable,
-    with_prefix,
-)
+from ea_vision.ops.reference import among_patches, evolve_logits, mixed, readable, with_prefix
 
 _EVOLUTIONS: dict[str, type["Evolution"]] = {}
 
@@ -133,85 +122,6 @@ class Evolution(nn.Module):
             if not is_at_start.all():
                 return False
         return True
-
-
-class EvolvingMaps(StepByStep):
-    """The maps of an attention layer; a mixin for a module with `num_heads`, `scale` and `attn_drop`.
-
-    Attributes:
-        evolution: the mechanism over its maps, or None.
-        need_logits: whether another layer reads its logits.
-    """
-
-    def logits_of(self, q: Tensor, k: Tensor, feat_size: Size) -> Tensor:
-        """Return the layer's logits before any evolution; see `StepByStep`."""
-        return own_logits(q, k, None, None, self.scale, feat_size)
-
-    def attention_of(self, logits: Tensor, feat_size: Size) -> Tensor:
-        """Return the probabilities of (evolved) logits, mixed if the evolution mixes them."""
-        attn = super().attention_of(logits, feat_size)
-        if self.evolution is not None and self.evolution.mixes_attn:
-            attn = self.evolution.mix_attn(attn.to(logits.dtype))
-        return attn
-
-    def parts_of(self, logits: Tensor, prev_logits: Tensor, evolved: Tensor) -> dict[str, Tensor]:
-        """Return the evolution's further maps of the running call, for a recorder; see `Evolution.parts`."""
-        return self.evolution.parts(logits, prev_logits, evolved)
-
-    def attend_heads(
-        self,
-        x: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        prev_logits: Tensor | None,
-        feat_size: Size | None,
-        need_logits: bool,
-        bias: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Attend by the fastest implementation, or step by step, and let the evolution mix the heads' outputs.
-
-        Args:
-            x: the layer's input, (B, N, C) or (B, C, H, W).
-            q, k, v: (B, K, N, D), q not scaled.
-            prev_logits, feat_size, need_logits, bias: see `attend` of the layers.
-
-        Returns:
-            the heads' outputs (B, K, N, D), and the logits (B, K, N, N), or None if no layer reads them.
-        """
-        if self.evolution is not None and self.evolution.reads_previous:
-            B, K, N, _ = q.shape
-            if prev_logits is None or prev_logits.shape != (B, K, N, N):
-                check_prev_logits(prev_logits, B, K, N)
-        out, logits = self._attend(q, k, v, prev_logits, feat_size, bias, need_logits)
-        if self.evolution is not None and self.evolution.mixes_output:
-            tokens = x if x.ndim == 3 else x.flatten(2).transpose(1, 2)
-            out = self.evolution.mix_output(out, v, tokens)
-        return out, logits
-
-    def _operands(self, prev_logits: Tensor | None) -> Operands | None:
-        """Return the keywords with which `evolving_attention` computes the evolution.
-
-        None if it cannot compute what the modules compute, or if a hook on one of them needs the maps.
-
-        Raises:
-            ValueError: an implementation is forced, and cannot compute what the modules compute.
-        """
-        if is_altered(self.attn_drop):
-            return None
-        evolution = self.evolution
-        if evolution is None:
-            return {}
-        if any(map(is_altered, evolution.modules())):
-            return None
-        operands = evolution.operands(prev_logits)
-        if operands is not None:
-            return operands
-        reason = evolution.reason_against()
-        if forced:
-            raise UsageError(f"implementation {forced[-1]!r} cannot run this: {reason}")
-        log_once(("reference", reason), f"evolving attention by 'reference': {reason}")
-        return None
 
 
 def register_evolution(name: str) -> Callable[[type[Evolution]], type[Evolution]]:

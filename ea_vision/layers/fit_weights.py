@@ -10,6 +10,18 @@ if TYPE_CHECKING:
     from ea_vision.layers.augmented_conv import AugmentedConv2d
 
 
+class FitsWeights:
+    """A mixin for `AugmentedConv2d`: weights are fitted to the layer before it loads them."""
+
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args) -> None:
+        reason = fit_weights(self, state_dict, prefix)
+        if reason is None:
+            super()._load_from_state_dict(state_dict, prefix, *args)
+        else:
+            error_messages = args[-1]
+            error_messages.append(reason)
+
+
 def fit_weights(layer: "AugmentedConv2d", state_dict: dict[str, Tensor], prefix: str) -> str | None:
     """Make the weights of a layer fit it, in place: position tables are resized, and the layer gets a `qk_gain` if the
     weights have one.

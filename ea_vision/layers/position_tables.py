@@ -5,12 +5,14 @@ Paper: `Attention Augmented Convolutional Networks`, section 3.1.1 - https://arx
 Shape letters: H x W the attention map, D width of a head.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from ea_vision.layers.windows import SeesWindows
 from ea_vision.ops import Size, log_large_map
-from ea_vision.ops.rel_pos import cover_offsets, fit_rel_table
+from ea_vision.ops.rel_pos import fit_rel_table, tables_on_map
 
 
 class PositionTables(SeesWindows):
@@ -41,14 +43,17 @@ class PositionTables(SeesWindows):
 
     def tables_on(self, feat_size: Size) -> tuple[Tensor | None, Tensor | None]:
         """Return the tables with a row for each offset of a map of (height, width)."""
-        H, W = feat_size
-        height_rel = self.height_rel
-        width_rel = self.width_rel
-        if height_rel is None or (len(height_rel), len(width_rel)) == (2 * H - 1, 2 * W - 1):
-            return height_rel, width_rel
-        high, wide = self.reaches(feat_size)
-        height_rel = cover_offsets(fit_rel_table(height_rel, high), H)
-        return height_rel, cover_offsets(fit_rel_table(width_rel, wide), W)
+        return tables_on_map(self.height_rel, self.width_rel, feat_size, self.window)
+
+    def on_map(self, feat_size: Size) -> dict[str, Any]:
+        return {
+            "height_rel": self.height_rel,
+            "width_rel": self.width_rel,
+            "feat_size": feat_size,
+            "window": self.window,
+            "head_window": self.head_window,
+            "head_border": self.head_border,
+        }
 
     def set_feat_size(self, feat_size: Size) -> None:
         """Fit the position tables to another (height, width) of the map, permanently."""

@@ -30,6 +30,26 @@ def check_position(position: str) -> str:
     return position
 
 
+def branch_channels(in_channels: int, position: str) -> int:
+    """Return the channels of a branch's input with positions.
+
+    Raises:
+        ValueError: 4 does not divide in_channels for "sine".
+    """
+    if position == "sine" and in_channels % 4:
+        raise ValueError(f"position='sine' needs in_channels that 4 divides, got {in_channels}")
+    return in_channels + 3 if position == "coord" else in_channels
+
+
+def with_position(x: Tensor, position: str) -> Tensor:
+    """Return the branch's input (B, C, H, W) with absolute positions; "relative" and "none" add none."""
+    if position == "sine":
+        return add_sine(x)
+    if position == "coord":
+        return append_coordinates(x)
+    return x
+
+
 def _axis(size: int, like: Tensor) -> Tensor:
     """Return 0 .. size - 1 on the device of `like`, in float32, or in float64 if `like` is."""
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32

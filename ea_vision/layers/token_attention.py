@@ -3,54 +3,19 @@
 Shape letters: B batch, C channels, K heads, T tokens (prefix tokens and patches), D width of a head.
 """
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ea_vision.layers.augmented_conv import AugmentedConv2d
-from ea_vision.layers.evolution import EvolvingMaps
-from ea_vision.ops import Size, evolving_attention, forced
-from ea_vision.ops.problem import reason_against_kernels
+from ea_vision.layers.evolving_maps import EvolvingMaps
+from ea_vision.ops import Size
 
 
 class MapsAttention(EvolvingMaps):
-    """The maps of a layer over tokens; a mixin for a class with `num_heads`, `scale`, `fused_attn` and `attn_drop`.
+    """The maps of a layer over tokens; a mixin for a class with `num_heads`, `scale` and `attn_drop`.
 
     Attributes:
         value_residual: a module that mixes in the first layer's values, or None.
     """
-
-    def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        prev_logits: Tensor | None,
-        feat_size: Size | None,
-        bias: Tensor | None,
-        need_logits: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the heads' outputs, and the logits if they are needed, else None. Recorders follow this method."""
-        # torch's fused attention has no forward-mode derivatives
-        if forced[-1:] == ["reference"] or reason_against_kernels() is not None:
-            return self.attend_step_by_step(q, k, v, prev_logits, feat_size, bias)
-        operands = self._operands(prev_logits) if self.fused_attn else None
-        # A recorder hooks the layer and reads its logits.
-        watched = bool(self._forward_hooks) and self.evolution is not None
-        need_logits = need_logits or watched
-        dropout_p = self.attn_drop.p if self.training else 0.0
-        if operands is None:
-            return self.attend_step_by_step(q, k, v, prev_logits, feat_size, bias)
-        if not operands and not need_logits:
-            out = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=bias, dropout_p=dropout_p, scale=self.scale
-            )
-            return out, None
-        if bias is not None:
-            return self.attend_step_by_step(q, k, v, prev_logits, feat_size, bias)
-        scale = self.scale * operands.pop("own_scale", 1.0)
-        return evolving_attention(
-            q, k, v, **operands, scale=scale, need_logits=need_logits, dropout_p=dropout_p
-        )
 
     def attend(
         self,

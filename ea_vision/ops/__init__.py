@@ -42,8 +42,9 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     each.name: each
     for each in (cpu.Cpu(), triton_attention.Triton(), sdpa.Sdpa(), reference.Reference())
 }
-BY_DEVICE = {"cpu": ("cpu",), "cuda": ("sdpa", "triton")}  # tried in this order
-OTHER_DEVICES = ("sdpa", "triton")  # mps, xpu, ...
+# tried in this order: on a CPU, and on cuda, mps, xpu, ...
+ON_CPU = ("cpu",)
+ON_ACCELERATORS = ("sdpa", "triton")
 # AA with position tables prefers `triton` on maps of at most this many pixels: it makes half as many calls as `sdpa`,
 # which builds wider queries and keys, and needs no more memory. On larger maps the logits that `triton` keeps need too
 # much. Under torch.compile, inductor fuses what `sdpa` builds: a step of AA-50 takes 65.6 ms with `sdpa` and 75.4 with
@@ -107,7 +108,7 @@ def _choose(problem: Problem) -> Implementation:
     """Return the first of the device's implementations that can solve the problem; log why the ones before cannot."""
     device = problem.q.device.type
     against = []
-    names = BY_DEVICE.get(device, OTHER_DEVICES)
+    names = ON_CPU if device == "cpu" else ON_ACCELERATORS
     small = problem.height_rel is not None and problem.q.shape[2] <= FEW_PIXELS
     is_plain = problem.prev_logits is None and not problem.local
     if device == "cuda" and small and is_plain and not torch.compiler.is_compiling():
@@ -160,65 +161,14 @@ def evolving_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    height_rel: Tensor | None = None,
-    width_rel: Tensor | None = None,
-    prev_logits: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    alpha: float | Tensor = 0.5,
-    beta: float | Tensor = 1.0,
-    *,
-    feat_size: Size | None = None,
-    predict: bool = False,
-    num_prefix_tokens: int = 0,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    need_logits: bool = True,
-    window: int | Size | None = None,
-    head_window: int = 1,
-    head_border: str = "clip",
+    *more: Tensor | None,
     implementation: str | None = None,
+    **options,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend over the pixels of a map, or over any N tokens, with logits that evolve from the previous layer's.
 
-        own = scale * (q_i . k_j + q_i . height_rel[row(j) - row(i)] + q_i . width_rel[col(j) - col(i)])
-        AA            logits = own                                                                (prev_logits None)
-        EA            m = alpha * prev + (1 - alpha) * own;  logits = beta * relu(conv(m)) + (1 - beta) * m
-        PA (predict)  logits = alpha * relu(conv(prev)) + (1 - alpha) * own
-        out = softmax_j(logits) @ v
-
-    AA paper, equation 4; EA paper, equations 3 and 4. Without `weight`, relu(conv(.)) is replaced by the identity.
-
-    With windows (CSAN paper, here over both axes of an image), a query sees keys at most height // 2 rows and
-    width // 2 columns from its own pixel, in heads at most head_window // 2 from its own. One softmax covers them all:
-
-        out_i = sum_s sum_j softmax_{s,j}(logits[h, i, s, j]) v_j of head s
-
-    Pixels outside the map are excluded, as in the authors' code (their paper pads with zeros). An evolution mixes
-    whole maps; the window is applied afterwards.
-
     Args:
-        q: (B, K, N, D), not scaled.
-        k: (B, K, M, D). If M != N (the network reduces its keys), the reference runs, or `sdpa` if nothing evolves and
-            no logits are needed; position tables, windows and prefix tokens are then errors.
-        v: (B, K, M, E).
-        height_rel: (2H-1, D), row 0 = offset -(H-1), or None for no position terms; other odd lengths are fitted to H.
-            With a window of height h < 2H-1: (h, D), row 0 = offset -(h-1)/2.
-        width_rel: (2W-1, D), likewise.
-        prev_logits: (B, K, N, M), or None for attention that does not evolve.
-        weight, bias: (K, K, kernel, kernel) and (K) of the convolution over the maps, kernel odd.
-        alpha: gate of the previous layer's maps: a number, or a tensor, () or (K) with one value per head.
-        beta: EA's gate of the convolved maps, likewise.
-        feat_size: (H, W); required only with tables.
-        predict: PA instead of EA.
-        num_prefix_tokens: number of tokens before those of the map. The convolution skips their rows and columns, where
-            relu(conv(.)) is replaced by the identity.
-        scale: factor of q; default D**-0.5.
-        dropout_p: probability of dropping an attention probability.
-        need_logits: whether to return the logits; otherwise they need not be stored.
-        window: odd (height, width) in pixels, one number for both, or None for the whole map.
-        head_window: odd number of neighbouring heads, centred on the query's own; not together with prev_logits.
-        head_border: "clip": the first and last heads have fewer neighbours; "wrap": the heads are a ring.
+        q, k, v, *more, **options: the fields of `Problem`, in order or by name; it has the equations.
         implementation: one of `IMPLEMENTATIONS`; chosen automatically by default.
 
     Returns:
@@ -228,27 +178,9 @@ def evolving_attention(
     Raises:
         ValueError: the shapes do not fit, or the implementation cannot run the call.
     """
-    problem = Problem(
-        q,
-        k,
-        v,
-        height_rel=height_rel,
-        width_rel=width_rel,
-        prev_logits=prev_logits,
-        weight=weight,
-        bias=bias,
-        alpha=_as_number(alpha),
-        beta=_as_number(beta),
-        feat_size=feat_size,
-        predict=predict,
-        num_prefix_tokens=num_prefix_tokens,
-        scale=scale,
-        dropout_p=dropout_p,
-        need_logits=need_logits,
-        window=window,
-        head_window=head_window,
-        head_border=head_border,
-    ).checked()
+    problem = Problem(q, k, v, *more, **options).checked()
+    problem.alpha = _as_number(problem.alpha)
+    problem.beta = _as_number(problem.beta)
     if problem.prev_logits is not None and not torch.compiler.is_compiling():
         log_large_map(q.shape[1], problem.feat_size)
     name = implementation

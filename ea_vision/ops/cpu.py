@@ -243,14 +243,13 @@ class Cpu(Implementation):
         gates = p.gates()
         if gates is None:
             gates = torch.tensor([[p.alpha] * K, [p.beta] * K], dtype=torch.float32)
-        height_rel, width_rel = p.tables()
         window = p.window or (0, 0)
         out, logits, _ = _forward(
             p.q,
             p.k,
             p.v,
-            height_rel=_parameter(height_rel),
-            width_rel=_parameter(width_rel),
+            height_rel=_parameter(p.height_rel),
+            width_rel=_parameter(p.width_rel),
             prev=prev,
             weight=_parameter(p.weight),
             bias=_parameter(p.bias),

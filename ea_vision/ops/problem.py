@@ -2,22 +2,62 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
-from ea_vision.ops.rel_pos import cover_offsets, fit_rel_table, reach
-
-Size = tuple[int, int]  # (height, width)
+from ea_vision.ops.rel_pos import Size, tables_on_map
 
 
 @dataclass(eq=False)
 class Problem:
-    """The arguments of `ea_vision.ops.evolving_attention`, which describes them.
+    """Attention whose logits evolve from the previous layer's: the arguments of `ea_vision.ops.evolving_attention`.
 
-    After `checked`, tables fit the map or the window, feat_size and scale are set, and window is (height, width) or
-    None. If nothing evolves, alpha and beta are 1, weight and bias None; without weight, num_prefix_tokens is 0.
+        own = scale * (q_i . k_j + q_i . height_rel[row(j) - row(i)] + q_i . width_rel[col(j) - col(i)])
+        AA            logits = own                                                                (prev_logits None)
+        EA            m = alpha * prev + (1 - alpha) * own;  logits = beta * relu(conv(m)) + (1 - beta) * m
+        PA (predict)  logits = alpha * relu(conv(prev)) + (1 - alpha) * own
+        out = softmax_j(logits) @ v
+
+    AA paper, equation 4; EA paper, equations 3 and 4. Without `weight`, relu(conv(.)) is replaced by the identity.
+
+    With windows (CSAN paper, here over both axes of an image), a query sees keys at most height // 2 rows and
+    width // 2 columns from its own pixel, in heads at most head_window // 2 from its own. One softmax covers them all:
+
+        out_i = sum_s sum_j softmax_{s,j}(logits[h, i, s, j]) v_j of head s
+
+    Pixels outside the map are excluded, as in the authors' code (their paper pads with zeros). An evolution mixes
+    whole maps; the window is applied afterwards.
+
+    After `checked`, tables have a row for each offset on the map, feat_size and scale are set, and window is
+    (height, width) or None. If nothing evolves, alpha and beta are 1, weight and bias None; without weight,
+    num_prefix_tokens is 0.
+
+    Attributes:
+        q: (B, K, N, D), not scaled.
+        k: (B, K, M, D). If M != N (the network reduces its keys), the reference runs, or `sdpa` if nothing evolves and
+            no logits are needed; position tables, windows and prefix tokens are then errors.
+        v: (B, K, M, E).
+        height_rel: (2H-1, D), row 0 = offset -(H-1), or None for no position terms; other odd lengths are fitted to H.
+            With a window of height h < 2H-1: (h, D), row 0 = offset -(h-1)/2.
+        width_rel: (2W-1, D), likewise.
+        prev_logits: (B, K, N, M), or None for attention that does not evolve.
+        weight: (K, K, kernel, kernel) of the convolution over the maps, kernel odd.
+        bias: (K) of this convolution.
+        alpha: gate of the previous layer's maps: a number, or a tensor, () or (K) with one value per head.
+        beta: EA's gate of the convolved maps, likewise.
+        feat_size: (H, W); required only with tables.
+        predict: PA instead of EA.
+        num_prefix_tokens: number of tokens before those of the map. The convolution skips their rows and columns, where
+            relu(conv(.)) is replaced by the identity.
+        scale: factor of q; default D**-0.5.
+        dropout_p: probability of dropping an attention probability.
+        need_logits: whether to return the logits; otherwise they need not be stored.
+        window: odd (height, width) in pixels, one number for both, or None for the whole map.
+        head_window: odd number of neighbouring heads, centred on the query's own; not together with prev_logits.
+        head_border: "clip": the first and last heads have fewer neighbours; "wrap": the heads are a ring.
     """
 
     q: Tensor
@@ -87,13 +127,11 @@ class Problem:
                 f"between their pixels has no meaning otherwise), got {M} keys and {N} queries"
             )
         if p.height_rel is not None:
-            high = H if p.window is None else reach(H, p.window[0])
-            wide = W if p.window is None else reach(W, p.window[1])
-            p.height_rel = fit_rel_table(p.height_rel, high)
-            if p.width_rel is not None:
-                p.width_rel = fit_rel_table(p.width_rel, wide)
-            _check_shape("height_rel", p.height_rel, (2 * high - 1, D))
-            _check_shape("width_rel", p.width_rel, (2 * wide - 1, D))
+            p.height_rel, p.width_rel = tables_on_map(
+                p.height_rel, p.width_rel, p.feat_size, p.window
+            )
+            _check_shape("height_rel", p.height_rel, (2 * H - 1, D))
+            _check_shape("width_rel", p.width_rel, (2 * W - 1, D))
         p.scale = D**-0.5 if p.scale is None else p.scale
         p.need_logits = p.need_logits and p.head_window == 1
         return p
@@ -102,13 +140,6 @@ class Problem:
     def local(self) -> bool:
         """Return whether a query sees only a part of the map, or other heads."""
         return self.window is not None or self.head_window > 1
-
-    def tables(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return height_rel and width_rel with a row for every offset on the map, or (None, None)."""
-        if self.height_rel is None:
-            return None, None
-        H, W = self.feat_size
-        return cover_offsets(self.height_rel, H), cover_offsets(self.width_rel, W)
 
     def gates(self) -> Tensor | None:
         """Return alpha and beta per head, (2, K) in float32, or None if both are numbers.
@@ -149,14 +180,15 @@ def reason_against_kernels() -> str | None:
 
 def refuse_second_derivatives(backward: Callable) -> None:
     """Make differentiating a kernel's backward operator an error that names the reference."""
+    backward.register_autograd(lambda ctx, *_: raise_without_second(backward._qualname))
 
-    def refuse(ctx, *_):
-        raise RuntimeError(
-            f"second derivatives are not supported by {backward._qualname}; the reference has them: "
-            "with ea_vision.ops.use_implementation('reference')"
-        )
 
-    backward.register_autograd(refuse)
+def raise_without_second(kernel: str) -> NoReturn:
+    """Raise the error of a kernel that has no second derivatives."""
+    raise RuntimeError(
+        f"second derivatives are not supported by {kernel}; the reference has them: "
+        "with ea_vision.ops.use_implementation('reference')"
+    )
 
 
 class Implementation:

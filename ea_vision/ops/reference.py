@@ -44,11 +44,18 @@ def own_logits(
     width_rel: Tensor | None,
     scale: float,
     feat_size: Size,
+    head_window: int = 1,
 ) -> Tensor:
     """Return dot products and position terms (AA paper, equation 4): q (B, K, N, D), k (B, K, M, D) -> (B, K, N, M).
 
-    With tables M must be N; without them feat_size is not used.
+    With tables M must be N; without them feat_size is not used. With a head_window, return those with the keys of each
+    head's `neighbours`: (B, K, N, head_window * M).
     """
+    if head_window > 1:
+        by_neighbour = []
+        for keys in neighbours(k, head_window):
+            by_neighbour.append(own_logits(q, keys, height_rel, width_rel, scale, feat_size))
+        return torch.cat(by_neighbour, dim=-1)
     B, K, N, D = q.shape
     H, W = feat_size
     q = q * scale
@@ -117,22 +124,6 @@ def neighbours(x: Tensor, head_window: int) -> list[Tensor]:
     """Return S = head_window tensors (B, K, N, D): for each head h, the keys or values of heads h - S//2 to h + S//2.
     The heads form a ring."""
     return [x.roll(-offset, 1) for offset in range(-(head_window // 2), head_window // 2 + 1)]
-
-
-def neighbours_logits(
-    q: Tensor,
-    k: Tensor,
-    height_rel: Tensor | None,
-    width_rel: Tensor | None,
-    scale: float,
-    feat_size: Size,
-    head_window: int,
-) -> Tensor:
-    """Return `own_logits` of each head's queries with the keys of its `neighbours`: (B, K, N, D) -> (B, K, N, S*N)."""
-    neighbour_logits = []
-    for keys in neighbours(k, head_window):
-        neighbour_logits.append(own_logits(q, keys, height_rel, width_rel, scale, feat_size))
-    return torch.cat(neighbour_logits, dim=-1)
 
 
 def within_windows(
@@ -244,11 +235,12 @@ class StepByStep:
         prev_logits: Tensor | None,
         feat_size: Size | None,
         bias: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Attend: q, k (B, K, N, D), v (B, K, N, E), bias added to the logits.
 
         Returns:
-            the heads' outputs (B, K, N, E), and the logits that entered the softmax, before a window.
+            the heads' outputs (B, K, N, E), and the logits that entered the softmax, before a window; None with
+            head_window > 1, since no layer evolves from such maps.
         """
         size = (1, q.shape[2]) if feat_size is None else feat_size
         logits = self.logits_of(q, k, size)
@@ -265,7 +257,7 @@ class StepByStep:
         if self.head_window > 1:
             v = torch.cat(neighbours(v, self.head_window), dim=2)
         attn = self.attn_drop(self.attention_of(logits, size))
-        return attn.to(v.dtype) @ v, logits
+        return attn.to(v.dtype) @ v, logits if self.head_window == 1 else None
 
 
 class _ProblemEvolution:
@@ -307,9 +299,7 @@ class _ProblemSteps(StepByStep):
 
     def logits_of(self, q: Tensor, k: Tensor, feat_size: Size) -> Tensor:
         p = self.problem
-        if p.head_window > 1:
-            return neighbours_logits(q, k, *p.tables(), p.scale, feat_size, p.head_window)
-        return own_logits(q, k, *p.tables(), p.scale, feat_size)
+        return own_logits(q, k, p.height_rel, p.width_rel, p.scale, feat_size, p.head_window)
 
 
 class Reference(Implementation):

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+Size = tuple[int, int]  # (height, width)
+
 
 def fit_rel_table(table: Tensor, size: int) -> Tensor:
     """Return the embedding table of an axis, fitted to an axis of another length.
@@ -42,10 +44,23 @@ def reach(size: int, window: int | None) -> int:
     return size if window is None else min(size, (window + 1) // 2)
 
 
-def cover_offsets(table: Tensor, size: int) -> Tensor:
-    """Add rows of zeros for offsets beyond a window: (2L-1, D) -> (2S-1, D) for an axis of S pixels."""
-    missing = size - (table.shape[0] + 1) // 2
-    return F.pad(table, [0, 0, missing, missing]) if missing else table
+def tables_on_map(
+    height_rel: Tensor | None, width_rel: Tensor | None, feat_size: Size, window: Size | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return position tables with a row for each offset on a map of (height, width), (2H-1, D) and (2W-1, D).
+
+    They are fitted to the window, if there is one; rows of offsets beyond it are 0.
+    """
+    if height_rel is None or width_rel is None:
+        return height_rel, width_rel
+    tables = []
+    for table, size, side in zip(
+        (height_rel, width_rel), feat_size, window or (None, None), strict=True
+    ):
+        fitted = fit_rel_table(table, reach(size, side))
+        missing = size - (fitted.shape[0] + 1) // 2
+        tables.append(F.pad(fitted, [0, 0, missing, missing]) if missing else fitted)
+    return tables[0], tables[1]
 
 
 def by_position(table: Tensor, size: int) -> Tensor:

@@ -96,7 +96,7 @@ def test_what_an_implementation_cannot_do_is_named():
 
 def test_a_gpus_order_ends_at_the_reference_and_the_log_says_so(monkeypatch, caplog):
     """CUDA's order of implementations, on a CPU: neither of its kernels has windows."""
-    monkeypatch.setitem(ops.BY_DEVICE, "cpu", ops.BY_DEVICE["cuda"])
+    monkeypatch.setattr(ops, "ON_CPU", ops.ON_ACCELERATORS)
     ops._logged.clear()
     layer = make(window=3, head_window=3)
     with caplog.at_level("INFO"):
