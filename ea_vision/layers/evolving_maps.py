@@ -21,14 +21,10 @@ class EvolvingMaps(StepByStep):
     Attributes:
         evolution: the mechanism over its maps, or None.
         need_logits: whether another layer reads its logits.
-        fused_attn: whether faster implementations may run.
     """
 
-    fused_attn = True
-
-    @property
-    def watched(self) -> bool:
-        """Whether a hook on the layer, such as a recorder's, reads its logits."""
+    def is_watched(self) -> bool:
+        """Return whether a hook on the layer, such as a recorder's, reads its logits."""
         return bool(self._forward_hooks) and self.evolution is not None
 
     def logits_of(self, q: Tensor, k: Tensor, feat_size: Size) -> Tensor:
@@ -93,11 +89,11 @@ class EvolvingMaps(StepByStep):
     ) -> tuple[Tensor, Tensor | None]:
         """Return the heads' outputs, and the logits if they are needed, else None. Recorders follow this method."""
         operands = None
-        if self.fused_attn and forced[-1:] != ["reference"]:
+        if forced[-1:] != ["reference"]:
             operands = self._operands(prev_logits)
         if operands is None:
             return self.attend_step_by_step(q, k, v, prev_logits, feat_size, bias)
-        need_logits = need_logits or self.watched
+        need_logits = need_logits or self.is_watched()
         dropout_p = self.attn_drop.p if self.training else 0.0
         operands = {**operands, **self.on_map(feat_size)}
         if not operands and not need_logits and reason_against_kernels() is None:

@@ -112,9 +112,8 @@ class PixelAttention(PositionTables, EvolvingMaps):
         if self.qk_gain is not None:
             nn.init.ones_(self.qk_gain)
 
-    @property
-    def watched(self) -> bool:
-        return super().watched or (bool(self._forward_hooks) and not self.local)
+    def is_watched(self) -> bool:
+        return super().is_watched() or (bool(self._forward_hooks) and not self.local)
 
     def branch_input(self, x: Tensor) -> Tensor:
         """Return the input of the projection `qkv`: x (B, C, H, W) with absolute positions."""

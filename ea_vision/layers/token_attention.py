@@ -6,16 +6,20 @@ Shape letters: B batch, C channels, K heads, T tokens (prefix tokens and patches
 from torch import Tensor, nn
 
 from ea_vision.layers.augmented_conv import AugmentedConv2d
+from ea_vision.layers.evolution import Operands
 from ea_vision.layers.evolving_maps import EvolvingMaps
 from ea_vision.ops import Size
 
 
 class MapsAttention(EvolvingMaps):
-    """The maps of a layer over tokens; a mixin for a class with `num_heads`, `scale` and `attn_drop`.
+    """The maps of a layer over tokens; a mixin for a class with `num_heads`, `scale`, `fused_attn` and `attn_drop`.
 
     Attributes:
         value_residual: a module that mixes in the first layer's values, or None.
     """
+
+    def _operands(self, prev_logits: Tensor | None) -> Operands | None:
+        return super()._operands(prev_logits) if self.fused_attn else None
 
     def attend(
         self,

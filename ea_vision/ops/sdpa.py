@@ -60,7 +60,7 @@ def fused_attention(
 
 def _refuse_second(grad: Tensor) -> Tensor | None:
     """Return a gradient whose derivative is an error, if a kernel without second derivatives computed it."""
-    if grad.grad_fn is not None and grad.grad_fn.name() == "NotImplemented":
+    if grad.grad_fn is not None and grad.grad_fn.name().endswith("NotImplemented"):
         return _WithoutSecond.apply(grad)
     return None
 
