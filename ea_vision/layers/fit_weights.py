@@ -1,13 +1,14 @@
-"""Weights of an augmented convolution from a checkpoint of another map size, with or without normalised queries."""
+"""Weights of augmented convolutions from checkpoints: of another map size, with or without normalised queries, or of a
+plain network's convolutions."""
 
-from typing import TYPE_CHECKING
+import logging
 
 from torch import Tensor, nn
 
+from ea_vision.layers.evolution import all_zero
 from ea_vision.ops.rel_pos import fit_rel_table
 
-if TYPE_CHECKING:
-    from ea_vision.layers.augmented_conv import AugmentedConv2d
+_logger = logging.getLogger(__name__)
 
 
 class FitsWeights:
@@ -22,9 +23,11 @@ class FitsWeights:
             error_messages.append(reason)
 
 
-def fit_weights(layer: "AugmentedConv2d", state_dict: dict[str, Tensor], prefix: str) -> str | None:
-    """Make the weights of a layer fit it, in place: position tables are resized, and the layer gets a `qk_gain` if the
-    weights have one.
+def fit_weights(layer: FitsWeights, state_dict: dict[str, Tensor], prefix: str) -> str | None:
+    """Make the weights of a layer fit it, in place: position tables are resized, the layer gets a `qk_gain` if the
+    weights have one, and with fusion="add" it takes a plain convolution.
+
+    With a plain convolution alone, attention that adds nothing keeps its values; values of other attention are missing.
 
     Args:
         layer: the layer, which has not loaded them yet.
@@ -34,6 +37,11 @@ def fit_weights(layer: "AugmentedConv2d", state_dict: dict[str, Tensor], prefix:
     Returns:
         why the weights are of another layer, or None.
     """
+    if f"{prefix}weight" in state_dict and layer.fusion == "add":
+        try:
+            take_convolution(layer, state_dict, prefix, keep_attention=all_zero(layer.proj))
+        except ValueError as error:
+            return str(error)
     proj_weight = state_dict.get(f"{prefix}proj.weight")
     fusion = fusion_of(layer, state_dict.get(f"{prefix}conv.weight"), proj_weight)
     if fusion not in (None, layer.fusion):
@@ -52,7 +60,7 @@ def fit_weights(layer: "AugmentedConv2d", state_dict: dict[str, Tensor], prefix:
 
 
 def fusion_of(
-    layer: "AugmentedConv2d", conv_weight: Tensor | None, proj_weight: Tensor | None
+    layer: FitsWeights, conv_weight: Tensor | None, proj_weight: Tensor | None
 ) -> str | None:
     """Return the fusion of a layer with these weights and this layer's number of output channels, or None."""
     if proj_weight is None:
@@ -63,3 +71,74 @@ def fusion_of(
     if conv_channels + len(proj_weight) == layer.out_channels:
         return "concat"
     return None
+
+
+def take_convolution(
+    layer: FitsWeights, state_dict: dict[str, Tensor], prefix: str, keep_attention: bool = True
+) -> None:
+    """Replace a plain convolution in a checkpoint by the layer's, in place: all of it with fusion="add"; with "concat"
+    the first output channels, which keep their place in the concatenation.
+
+    Args:
+        keep_attention: whether weights of the attention that the checkpoint lacks become those of the layer.
+
+    Raises:
+        ValueError: the shape of the convolution does not fit the layer's.
+    """
+    for name in ("weight", "bias"):
+        plain = state_dict.pop(prefix + name, None)
+        own = getattr(layer.conv, name, None)
+        if plain is not None and own is not None:
+            _check_shape(prefix + name, plain, own, exactly=layer.fusion == "add")
+            state_dict[f"{prefix}conv.{name}"] = plain[: len(own)]
+    if keep_attention:
+        for name, value in layer.state_dict().items():
+            state_dict.setdefault(prefix + name, value)
+
+
+def _check_shape(name: str, weight: Tensor, own: Tensor, exactly: bool) -> None:
+    """Raise ValueError if a plain weight lacks the shape of the layer's own; it may have more output channels, unless
+    `exactly`."""
+    enough = len(weight) == len(own) if exactly else len(weight) >= len(own)
+    if weight.shape[1:] == own.shape[1:] and enough:
+        return
+    least = "" if exactly else "at least "
+    others = ", ".join(str(size) for size in own.shape[1:])
+    raise ValueError(
+        f"{name} must have {least}{len(own)} output channels and shape (*, {others}), "
+        f"got {tuple(weight.shape)}"
+    )
+
+
+def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Make a checkpoint fit `model`; our own checkpoints stay unchanged (loading fits their position tables).
+
+    Where `model` augments a convolution of a plain ResNet, the augmented layer takes the checkpoint's convolution, see
+    `take_convolution`. Attention keeps the model's initial values. The log reports this in one line (level info).
+
+    Args:
+        state_dict: parameters by name, of our network or of timm's ResNet of the same depth.
+        model: the network that will load them.
+
+    Returns:
+        parameters by our names.
+
+    Raises:
+        ValueError: the shape of a convolution does not fit the model's.
+    """
+    converted = dict(state_dict)
+    layers = []
+    for name, layer in model.named_modules():
+        if isinstance(layer, FitsWeights) and f"{name}.weight" in converted:
+            take_convolution(layer, converted, f"{name}.")
+            layers.append(layer)
+    if layers:
+        _logger.info(
+            "a plain network's checkpoint: %d tensors as they are, %d not used; %d augmented convolutions have new "
+            "attention and %s of the checkpoint's output channels",
+            len(converted.keys() & state_dict.keys()),
+            len(converted.keys() - model.state_dict().keys()),
+            len(layers),
+            "all" if all(layer.fusion == "add" for layer in layers) else "the first",
+        )
+    return converted

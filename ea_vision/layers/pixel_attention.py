@@ -14,8 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from ea_vision.layers.evolving_maps import EvolvingMaps
-from ea_vision.layers.position_tables import PositionTables
-from ea_vision.layers.positions import branch_channels, check_position, with_position
+from ea_vision.layers.positions import (
+    PositionTables,
+    branch_channels,
+    check_position,
+    with_position,
+)
 from ea_vision.layers.projection import Projection
 from ea_vision.ops import Size, log_large_map, normalise_heads
 from ea_vision.ops.reference import own_logits

@@ -21,7 +21,7 @@ from timm.models import (
 from torch import Tensor, nn
 
 from ea_vision.base.errors import UsageError
-from ea_vision.models._convert import checkpoint_filter_fn
+from ea_vision.layers.fit_weights import checkpoint_filter_fn
 from ea_vision.models.note import (
     NOTE,
     TrainedKeywords,
@@ -272,7 +272,7 @@ def build_network(
 
     If the class has `feature_indices`, features come from forward_intermediates: timm's default runs stages one by one,
     which is impossible if they hand attention logits on. Checkpoints pass through the class's `checkpoint_filter_fn`,
-    if it has one, else through that of `_convert`. Notes in the weights' configuration are logged.
+    if it has one, else through that of `layers.fit_weights`. Notes in the weights' configuration are logged.
 
     Raises:
         RuntimeError: pretrained weights are wanted, and there are none or their file is missing.

@@ -33,9 +33,9 @@ from timm.models.vision_transformer import checkpoint_filter_fn as timm_filter
 from torch import Tensor, nn
 
 from ea_vision.layers import evolution_class
+from ea_vision.layers.fit_weights import checkpoint_filter_fn
 from ea_vision.models._attention_config import take_evolution_options
 from ea_vision.models._build import Network, build_network, cifar_cfg, register_networks
-from ea_vision.models._convert import checkpoint_filter_fn
 from ea_vision.models._mechanisms import Mechanisms
 from ea_vision.models.any_transformer import evolve_blocks
 

@@ -12,8 +12,8 @@ import ea_vision
 from ea_vision.base.errors import UsageError
 from ea_vision.detection.model import create_detector
 from ea_vision.layers import AugmentedConv2d
+from ea_vision.layers.fit_weights import checkpoint_filter_fn
 from ea_vision.models import get_network, list_networks
-from ea_vision.models._convert import checkpoint_filter_fn
 from ea_vision.zoo.create import create_classifier
 from ea_vision.zoo.loaded import load_model
 from ea_vision.zoo.weights_file import encode_weights

@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 import ea_vision
 from ea_vision.detection.model import create_detector
-from ea_vision.models._convert import checkpoint_filter_fn
+from ea_vision.layers.fit_weights import checkpoint_filter_fn
 from ea_vision.ops import use_implementation
 from tests.models.zoo import (
     assert_checkpointing_changes_nothing,
@@ -50,6 +50,32 @@ def test_a_network_begins_as_the_plain_one_and_learns_from_there(name):
     for layer in layers_of(model):
         assert not layer.proj.weight.any()
     assert idle(stepped(model, x)) == []
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", FEW)
+def test_a_plain_networks_state_is_loaded_strictly_or_not_and_by_its_path(name, tmp_path):
+    options = {"num_classes": 5, **shrunk(name)}
+    plain = woken(timm.create_model(PLAIN[name], **options)).eval()
+    model = timm.create_model(name, fusion="add", **options).eval()
+    x = sample(name)
+    for strict in (True, False):
+        model.load_state_dict(timm.create_model(PLAIN[name], **options).state_dict())
+        left = model.load_state_dict(plain.state_dict(), strict=strict)
+        assert (left.missing_keys, left.unexpected_keys) == ([], [])
+        assert torch.equal(model(x), plain(x))
+    path = tmp_path / "plain.pth"
+    torch.save(plain.state_dict(), path)
+    model = timm.create_model(name, fusion="add", checkpoint_path=str(path), **options).eval()
+    assert torch.equal(model(x), plain(x))
+    layer = layers_of(model)[0]
+    layer.proj.weight.fill_(1.0)  # attention that has learned is none of the plain network's
+    with pytest.raises(RuntimeError, match=r"Missing key.*qkv\.weight"):
+        model.load_state_dict(plain.state_dict())
+    whole = next(path for path, module in model.named_modules() if module is layer)
+    wrong = {**plain.state_dict(), f"{whole}.weight": torch.zeros(3, 3, 1, 1)}
+    with pytest.raises(RuntimeError, match=f"{whole}.weight must have .* got \\(3, 3, 1, 1\\)"):
+        model.load_state_dict(wrong)
 
 
 @pytest.mark.parametrize("name", ["pa_aa_resnet50", "ea_aa_mnasnet_075"])

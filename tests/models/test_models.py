@@ -9,7 +9,7 @@ from timm.layers import GatherExcite
 from torch.testing import assert_close
 
 from ea_vision.layers import AugmentedConv2d, Evolution, EvolvingAttention, PredictiveAttention
-from ea_vision.models._convert import checkpoint_filter_fn
+from ea_vision.layers.fit_weights import checkpoint_filter_fn
 from experiments.published import figures
 from tests.models.zoo import CIFAR, OUTLINES, count, give_gradients, idle, layers_of, lively, shrunk
 

@@ -642,7 +642,7 @@ def test_second_derivatives_are_refused_and_the_reference_has_them(name):
 
 
 def test_second_derivatives_through_torchs_fused_attention_are_refused_likewise():
-    layer = AugmentedConv2d(2, 4, dim_qk=8, dim_v=2, num_heads=1, feat_size=(3, 4), position="none")
+    layer = AugmentedConv2d(2, 4, dim_qk=8, dim_v=2, num_heads=1, feat_size=(3, 4))
     model = timm.create_model("vit_mini_patch4_32", depth=2, value_residual=True)
     with use_implementation("sdpa"):
         check_refusal(lambda x: layer(x, need_logits=False)[0], torch.randn(2, 2, 3, 4))
