@@ -15,8 +15,8 @@ from ea_vision.models._stages import AttnStage
 from ea_vision.models.attn_mnasnet import AttnMnasNet
 from ea_vision.models.attn_resnet import AttnResNet
 from ea_vision.models.conv_transformer import ConvTransformer
-from ea_vision.models.evolve import evolve, unevolve
-from ea_vision.models.evolved import EVOLVED, evolved_transformer
+from ea_vision.models.evolve import evolve, evolved_transformer, unevolve
+from ea_vision.models.note import EVOLVED
 from ea_vision.models.plain_resnet import ResNetCifar
 from ea_vision.models.spatial_transformer import SpatialTransformerNet
 from ea_vision.models.vision_transformer import (

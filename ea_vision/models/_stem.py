@@ -17,7 +17,7 @@ def put_small_stem(network: ResNet, in_chans: int, stride: int, device=None, dty
         raise ValueError(f"stem_stride must be 1, 2 or 4, got {stride!r}")
     network.conv1 = nn.Conv2d(
         in_chans,
-        network.bn1.num_features,
+        network.feature_info[0]["num_chs"],
         3,
         stride,
         padding=1,

@@ -3,19 +3,27 @@
     model = ea_vision.evolve(timm.create_model("vit_small_patch16_dinov3", pretrained=True), "ea")
     plain = ea_vision.unevolve(model)                               # an error once the gates have moved
 
+One registered name builds all networks of timm that `evolve` has evolved, so that saved ones can be loaded:
+
+    timm.models.save_for_hf(model, "folder", safe_serialization=True)       # or push_to_hf_hub
+    model = timm.create_model("local-dir:folder", pretrained=True)          # after `import ea_vision`
+
 Each family of networks is one entry of `FAMILIES`; the first that accepts a network evolves it.
 """
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import timm
+from timm.models import load_pretrained, register_model, resolve_pretrained_cfg
 from torch import nn
 
 from ea_vision.models import any_transformer, evolve_resnet
 from ea_vision.models._build import name_plain
+from ea_vision.models.note import EVOLVED
 
 
 @dataclass(frozen=True)
@@ -121,3 +129,41 @@ def unevolve(model: nn.Module) -> nn.Module:
             name_plain(plain)
             return plain
     raise ValueError(f"an evolving network required, got {type(model).__name__}")
+
+
+@register_model
+def evolved_transformer(
+    pretrained: bool = False,
+    pretrained_cfg: Any = None,
+    pretrained_cfg_overlay: dict | None = None,
+    cache_dir: str | None = None,
+    pretrained_model_args: dict | None = None,
+    base: str = "",
+    evolution: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> nn.Module:
+    """Create timm's network `base` and evolve it.
+
+    Args:
+        base: timm's name of the plain network.
+        evolution: keywords of `ea_vision.evolve`.
+        **kwargs: of the plain network.
+
+    Raises:
+        ValueError: base is missing, as in folders saved by timm before 1.0.30 without `model_args=model._model_args`.
+    """
+    if not base:
+        raise ValueError(
+            f"{EVOLVED} needs the keywords base and evolution; "
+            "save_for_hf(model, ..., model_args=model._model_args) saves them"
+        )
+    if pretrained_cfg is None:
+        return evolve(timm.create_model(base, pretrained=pretrained, **kwargs), **(evolution or {}))
+    cfg = resolve_pretrained_cfg(EVOLVED, pretrained_cfg, pretrained_cfg_overlay).to_dict()
+    kwargs.setdefault("num_classes", cfg["num_classes"])
+    model = evolve(timm.create_model(base, **kwargs), **(evolution or {}))
+    model.pretrained_cfg = model.default_cfg = cfg
+    if pretrained:
+        channels = kwargs.get("in_chans", 3)
+        load_pretrained(model, cfg, model.num_classes, channels, cache_dir=cache_dir)
+    return model

@@ -273,13 +273,12 @@ def _input_size(model: nn.Module) -> Size:
 
 def _feature_info(model: nn.Module) -> list[dict]:
     """Return timm's `feature_info` of torchvision's ResNet."""
-    info = [dict(num_chs=model.bn1.num_features, reduction=2, module="relu")]
+    info = [dict(num_chs=model.layer1[0].conv1.in_channels, reduction=2, module="relu")]
     reduction = 4
     for stage in STAGES:
         blocks = getattr(model, f"layer{stage}")
         reduction *= blocks[0].stride
-        last_norm = getattr(blocks[-1], "bn3", blocks[-1].bn2)
-        channels = last_norm.num_features
+        channels = getattr(blocks[-1], "conv3", blocks[-1].conv2).out_channels
         info.append(dict(num_chs=channels, reduction=reduction, module=f"layer{stage}"))
     return info
 

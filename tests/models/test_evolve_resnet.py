@@ -80,6 +80,34 @@ def test_every_3x3_convolution_of_the_last_stages_gets_attention(name):
     assert len(layers_of(model)) == (4 if hasattr(plain.layer1[0], "conv3") else 8)
 
 
+def group_norm(channels):
+    return torch.nn.GroupNorm(4, channels)
+
+
+@pytest.mark.parametrize("norm", [torchvision.ops.FrozenBatchNorm2d, group_norm])
+@pytest.mark.parametrize("block", [BasicBlock, Bottleneck])
+def test_any_norm_does(norm, block):
+    """torchvision's detectors freeze their norms."""
+    plain = torchvision.models.ResNet(block, [1, 1, 2, 1], num_classes=5, norm_layer=norm)
+    plain = woken(plain).eval()
+    model = evolve(plain, "ea", img_size=64)
+    x = images(64, 64)
+    assert torch.equal(model(x), plain(x))
+    assert torch.equal(unevolve(model)(x), plain(x))
+    features, final = model.forward_intermediates(x)[1], model.forward_features(x)
+    channels = [feature.shape[1] for feature in features]
+    assert channels == [info["num_chs"] for info in model.feature_info]
+    assert torch.equal(features[-1], final)
+
+
+@pytest.mark.parametrize("norm_layer", [timm.layers.GroupNorm, timm.layers.FrozenBatchNormAct2d])
+def test_a_small_stem_takes_any_norm(norm_layer):
+    for name in ("resnet18_cifar", "ea_aa_resnet34"):
+        options = {"layers": (1, 1, 1, 1), "stem_stride": 2, "num_classes": 3}
+        model = timm.create_model(name, norm_layer=norm_layer, **options)
+        assert model(images(64, 64)).shape == (2, 3)
+
+
 @pytest.mark.parametrize("name", RESNETS)
 @torch.no_grad()
 def test_the_published_networks_are_evolved_plain_ones(name):
