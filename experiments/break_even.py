@@ -1,21 +1,15 @@
 """How much longer may a training take before its gain at equal updates is lost at equal time? From the rows of runs.
 
-    python -m experiments.break_even experiments/results/break-even.csv
-
 More updates raise the top-1 of the network beside it. Two lengths of its training give the slope, in points per unit of
 the logarithm of the updates. A gain of G points is worth exp(G / slope) times the updates: break_even. A training that
 takes longer than that loses at equal time, by the estimate at_equal_time where no run of equal time exists.
 """
 
-import argparse
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
-from ea_vision.base.errors import exit_code
 from experiments.evidence import paired
 from experiments.sensitivity import HERE, NARROW_100, top1_of
 
@@ -96,19 +90,3 @@ def table() -> pd.DataFrame:
         row["at_equal_time"] = gains.mean() - slope * np.log(row["time_ratio"])
         rows.append(row)
     return pd.DataFrame(rows).round(2)
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("output", type=Path, help="CSV file of the table")
-    output = parser.parse_args(argv).output
-    comparisons = table()
-    comparisons.to_csv(output, index=False)
-    print(comparisons.to_string(index=False))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(exit_code(main))

@@ -555,6 +555,20 @@ def trials() -> list[str]:
     )
 
 
+def verdict(start: str) -> list[str]:
+    """Return the differences of the parts of the study across layers whose names begin so."""
+    table = pd.read_csv(RESULTS / "across" / "verdict.csv")
+    rows = []
+    for row in table[table["part"].str.startswith(start)].to_dict("records"):
+        effect = signed(row["difference"]) if row["seeds"] == 1 else points(row)
+        p = shown_p(row["p_holm"])
+        finds = "" if np.isnan(row["low"]) else f"{row['found_at_80_percent']:.2f}"
+        compared = f"{row['name']} {MINUS} {row['against']}"
+        rows.append([f"`{row['part']}`", compared, str(row["seeds"]), effect, p, finds])
+    heads = ["part", "difference", "seeds", "points (95% interval)", "p, corrected", "finds at 80%"]
+    return markdown(heads, rows)
+
+
 ADDED = ("plain", "aa", "ea", "plain-18")
 ADDED_QUESTIONS = (("aa", "plain"), ("ea", "plain"), ("ea", "aa"))
 ADDED_AFTERWARDS = (("aa", "plain-18"), ("ea", "plain-18"))
@@ -657,6 +671,10 @@ TABLES: dict[str, dict[str, Callable[[], list[str]]]] = {
         ),
     },
     "experiments/detection.md": {"pasted objects": detectors, "Tiny-ImageNet": small_detectors},
+    "experiments/across/README.md": {
+        "second": lambda: verdict("second-"),
+        "third": lambda: verdict("third-"),
+    },
     "experiments/text/README.md": {"results": sentences},
     "experiments/others.md": {
         "Tiny-ImageNet": lambda: tiny_runs("attention", "images == 160"),

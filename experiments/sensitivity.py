@@ -1,18 +1,13 @@
 """Compute what each study could have found: the true difference that its seeds find at 80% power, from its own spread.
 
-    python -m experiments.sensitivity experiments/results/sensitivity.csv
-
 A two-sided paired t test at 0.05, or at Holm's first level if a study has several hypotheses. mean_correlation: the
 correlation of variants over seeds; near 0, pairing gains nothing.
 """
 
-import argparse
-import sys
 from pathlib import Path
 
 import pandas as pd
 
-from ea_vision.base.errors import exit_code
 from experiments.evidence import by_variant, mean_correlation, read_runs, smallest_shown
 
 HERE = Path(__file__).resolve().parent
@@ -74,19 +69,3 @@ def table() -> pd.DataFrame:
             }
         )
     return pd.DataFrame(rows)
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("output", type=Path, help="CSV file of the table")
-    output = parser.parse_args(argv).output
-    studies = table()
-    studies.to_csv(output, index=False)
-    print(studies.to_string(index=False))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(exit_code(main))

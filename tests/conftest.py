@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from ea_vision import ops
+from ea_vision.recorder import maps
+
 # another seed shows which tests hold for one seed alone
 SEED = int(os.environ.get("EA_VISION_TEST_SEED", "0"))
 SHARED = Path(__file__).resolve().parents[2] / "shared"
@@ -45,6 +48,14 @@ def shared():
     if not SHARED.is_dir():
         pytest.skip(f"needs the trial data in {SHARED}")
     return SHARED
+
+
+@pytest.fixture
+def caplog(caplog):
+    """The log. Lines that a process logs once are logged anew, so their private stores are emptied here."""
+    ops._logged.clear()
+    maps._say_last_run.cache_clear()
+    return caplog
 
 
 @pytest.fixture

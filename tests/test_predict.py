@@ -12,11 +12,12 @@ import torch
 from PIL import Image
 
 import ea_vision  # noqa: F401  (registers the models)
-from ea_vision.base.errors import UsageError, exit_code
+from ea_vision.base.errors import exit_code
 from ea_vision.predict import main, predict
 from ea_vision.zoo.loaded import as_loaded
 from tests.data.photos import picture
 from tests.engine.runner import error_of
+from tests.refused import refused
 
 MODEL = "ea_conv_transformer_cifar"
 
@@ -117,5 +118,5 @@ def test_bad_input_is_one_line(words, message, monkeypatch, capsys):
 
 def test_a_network_of_grey_images_is_refused_in_words(photos):
     grey = timm.create_model("resnet18", in_chans=1)
-    with pytest.raises(UsageError, match="with 3 channels, and grey takes 1 "):
+    with refused("with 3 channels, and grey takes 1 "):
         list(predict(as_loaded(grey.eval(), "grey"), [photos / "a.png"]))

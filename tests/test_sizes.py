@@ -7,11 +7,11 @@ import pytest
 import timm
 import torch
 
-from ea_vision.base.errors import UsageError
 from ea_vision.layers import attention_layers
 from ea_vision.models import list_networks
 from ea_vision.sizes import count, list_models, main, names_of
 from tests.recorder.networks import torchvision_vit
+from tests.refused import refused
 
 
 def csv_of(*argv, capsys):
@@ -50,7 +50,7 @@ def test_patterns_and_parts_of_names():
     ],
 )
 def test_bad_input(argv, message):
-    with pytest.raises(UsageError, match=message):
+    with refused(message):
         main(argv)
 
 

@@ -20,11 +20,11 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 
 import ea_vision
 from ea_vision import predict, sizes
-from ea_vision.base.errors import UsageError
 from ea_vision.engine import run_folder
 from ea_vision.zoo.create import create_classifier
 from experiments.benchmark import live_network
 from tests.process import ROOT
+from tests.refused import refused
 from tests.slow import slow_but
 
 OURS = timm.list_models(module="conv_transformer") + timm.list_models(module="attn_resnet")
@@ -163,7 +163,7 @@ def test_shipped_weights_load_in_timms_ways(options, shipped):
     ],
 )
 def test_shipped_weights_refuse_another_network(options, message):
-    with pytest.raises(UsageError, match=re.escape(message)):
+    with refused(re.escape(message)):
         timm.create_model(NAME, pretrained=True, **options)
 
 
@@ -176,12 +176,12 @@ def test_a_file_of_weights_refuses_another_network(run, shipped_file):
         path = timm.get_pretrained_cfg(NAME).file
     message = "were trained with evolution=ea, got evolution=pa"
     overlay = {"file": str(path), "num_classes": 10 if shipped_file else 3}
-    with pytest.raises(UsageError, match=message):
+    with refused(message):
         timm.create_model(
             "pa_conv_transformer_cifar", pretrained=True, pretrained_cfg_overlay=overlay
         )
     if not shipped_file:  # --pretrained-path
-        with pytest.raises(UsageError, match=message):
+        with refused(message):
             create_classifier(
                 "pa_conv_transformer_cifar", {}, num_classes=3, img_size=32, weights=str(path)
             )
@@ -224,9 +224,9 @@ def test_a_checkpoint_path_refuses_weights_of_another_network(
 ):
     """timm passes only the tensors to the network, and their names and shapes are the same."""
     path = run_of(tmp_path / "run", trained, kwargs)
-    with pytest.raises(UsageError, match=f"trained with .*{message}"):
+    with refused(f"trained with .*{message}"):
         timm.create_model(name, checkpoint_path=path, **options)
-    with pytest.raises(UsageError, match="trained with"):
+    with refused("trained with"):
         timm.models.load_checkpoint(timm.create_model(name, **options), str(path))
     timm.create_model(trained, checkpoint_path=path, **kwargs)
 
@@ -241,7 +241,7 @@ def test_a_checkpoint_path_takes_what_is_no_contradiction(tmp_path):
     model = ea_vision.evolve(timm.create_model("test_vit", num_classes=3), "ea")
     model.load_state_dict(safetensors.torch.load_file(path))
     other = ea_vision.evolve(timm.create_model("test_vit", num_classes=3), "pa")
-    with pytest.raises(UsageError, match="trained with evolution kind=ea, got kind=pa"):
+    with refused("trained with evolution kind=ea, got kind=pa"):
         other.load_state_dict(safetensors.torch.load_file(path))
 
 
@@ -292,7 +292,7 @@ def test_a_network_saved_for_the_hub_loads_as_docs_faq_says(tmp_path, run, safe,
     assert_same(ea_vision.load(tmp_path / "saved"), model)
     # older timm does not hand on what config.json says
     if "pretrained_model_args" in inspect.signature(build_model_with_cfg).parameters:
-        with pytest.raises(UsageError, match="trained with evolution=ea, got evolution=pa"):
+        with refused("trained with evolution=ea, got evolution=pa"):
             timm.create_model(name, pretrained=True, evolution="pa")
 
     repository = tmp_path / "cache" / "models--me--net"
@@ -302,7 +302,7 @@ def test_a_network_saved_for_the_hub_loads_as_docs_faq_says(tmp_path, run, safe,
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     cache = str(tmp_path / "cache")
     assert_same(ea_vision.load("hf-hub:me/net", cache_dir=cache), model)
-    with pytest.raises(UsageError, match="weights of hf-hub:me/other cannot be fetched"):
+    with refused("weights of hf-hub:me/other cannot be fetched"):
         ea_vision.load("hf-hub:me/other", cache_dir=cache)
 
 
@@ -342,7 +342,7 @@ def test_unevolved_networks_have_their_own_name_again():
 
 
 def test_an_evolved_network_without_its_keywords_says_how_to_save_them(tmp_path):
-    with pytest.raises(ValueError, match=r"save_for_hf\(model, ..., model_args=model._model_args"):
+    with refused(r"save_for_hf\(model, ..., model_args=model._model_args", ValueError):
         timm.create_model("evolved_transformer")
 
 
@@ -368,7 +368,7 @@ def test_load_says_what_is_missing(tmp_path, shipped):
         (f"local-dir:{tmp_path}", "must be a folder with a config.json"),
         (unnamed, "unnamed.safetensors does not name its network"),
     ):
-        with pytest.raises(UsageError, match=message):
+        with refused(message):
             ea_vision.load(target)
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from ea_vision.base import devices
-from ea_vision.base.errors import UsageError
 from ea_vision.engine.evaluate import autocast
+from tests.refused import refused
 
 META = torch.device("meta")
 
@@ -24,15 +24,13 @@ META = torch.device("meta")
     ],
 )
 def test_a_device_that_is_not_there(name, message):
-    with pytest.raises(UsageError, match=message):
+    with refused(message):
         devices.choose_device(name)
 
 
 def test_several_processes_do_not_share_a_numbered_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(
-        UsageError, match="--device cuda:1 is one device, and there are 2 processes"
-    ):
+    with refused("--device cuda:1 is one device, and there are 2 processes"):
         devices.choose_device("cuda:1", 0, 2)
 
 
@@ -65,5 +63,5 @@ def test_mps_has_one_device_and_no_float64(monkeypatch):
 def test_autocast_of_a_device_without_it_is_refused():
     with autocast("none", META):
         pass
-    with pytest.raises(UsageError, match="--amp bfloat16 needs a device with autocast, got meta"):
+    with refused("--amp bfloat16 needs a device with autocast, got meta"):
         autocast("bfloat16", META)

@@ -10,6 +10,7 @@ import pytest
 
 from ea_vision import __main__ as commands
 from ea_vision.base.errors import CommandParser, RunError, UsageError, exit_code
+from tests.refused import refused
 
 
 @pytest.mark.parametrize(
@@ -41,7 +42,7 @@ def test_a_list_of_negative_numbers_is_a_value():
     options = parser.parse_args(["--queries", "-1,3", "-2", "--lr", "-1e-3"])
     assert options.queries == ["-1,3", "-2"]
     assert options.lr == -1e-3
-    with pytest.raises(UsageError, match="unknown argument '-q'"):
+    with refused("unknown argument '-q'"):
         parser.parse_args(["-q"])
 
 

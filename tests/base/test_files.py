@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from ea_vision.base import files
-from ea_vision.base.errors import RunError, UsageError
+from ea_vision.base.errors import RunError
 from ea_vision.base.files import atomic_write, check_keeps_images, check_output, check_writable
+from tests.refused import refused
 
 
 def test_a_link_stays_and_its_file_is_replaced(tmp_path):
@@ -36,7 +37,7 @@ def test_what_cannot_be_written_is_said_before_work_and_nothing_is_replaced(tmp_
     folder.mkdir()
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to("folder")
-    with pytest.raises(UsageError, match="must be a file, and /dev/null is a device"):
+    with refused("must be a file, and /dev/null is a device"):
         check_output(Path("/dev/null"))
     for name, message in [
         ("folder", "must be a file, and .* is a folder"),
@@ -44,11 +45,11 @@ def test_what_cannot_be_written_is_said_before_work_and_nothing_is_replaced(tmp_
         ("file/result.json", "cannot make the folder .*/file: File exists"),
         ("n" * 256, "cannot write .*nnn: File name too long"),
     ]:
-        with pytest.raises(UsageError, match=message):
+        with refused(message):
             check_output(tmp_path / name)
-        with pytest.raises(RunError, match="cannot write .*/"):
+        with refused("cannot write .*/", RunError):
             atomic_write(tmp_path / name, b"data")
-    with pytest.raises(UsageError, match="cannot write into the folder .*n: File name too long"):
+    with refused("cannot write into the folder .*n: File name too long"):
         check_writable(tmp_path / ("n" * 256))
     assert sorted(os.listdir(tmp_path)) == ["file", "folder", "link"]
     assert not os.listdir(folder)
@@ -59,7 +60,7 @@ def test_an_output_with_too_long_a_name_is_none_of_the_images(tmp_path):
     image.touch()
     outputs = [tmp_path / ("n" * 256), tmp_path / "other.png"]
     check_keeps_images(outputs, [str(image)])
-    with pytest.raises(UsageError, match="another file than the images, got .*photo.png"):
+    with refused("another file than the images, got .*photo.png"):
         check_keeps_images([*outputs, image], [str(image)])
 
 
@@ -137,7 +138,7 @@ def test_a_file_that_another_program_has_open_is_replaced_a_little_later(tmp_pat
         replace(source, target)
 
     monkeypatch.setattr(files.os, "replace", refused_twice)
-    with pytest.raises(RunError, match="Access is denied"):
+    with refused("Access is denied", RunError):
         atomic_write(path, b"new")
     assert path.read_bytes() == b"old"
     assert len(tries) == 1, "elsewhere it is no wait that helps"

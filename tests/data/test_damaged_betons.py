@@ -18,6 +18,7 @@ from ea_vision.data.image_files import ImageFiles
 from ea_vision.data.write_ffcv import write_beton
 from tests.data.photos import make_photos
 from tests.data.test_ffcv import shown
+from tests.refused import refused
 from tests.slow import needs_ffcv
 
 pytestmark = needs_ffcv
@@ -76,7 +77,7 @@ def test_every_flipped_bit_of_the_tables_is_noticed(beton):
     ]
     for bit in map(int, bits):
         flip(beton, bit)
-        with pytest.raises(UsageError, match="train.beton"):
+        with refused("train.beton"):
             Beton(beton)
         flip(beton, bit)
     assert beton.read_bytes() == whole
@@ -104,9 +105,8 @@ def test_every_flipped_bit_of_the_file_beside_it_is_noticed(beton):
 )
 def test_a_damaged_file_beside_it_is_refused_in_one_line(beton, text):
     sidecar(beton).write_bytes(text.encode("latin1"))
-    with pytest.raises(UsageError, match="train.beton.json .*write both anew") as error:
+    with refused("train.beton.json .*write both anew"):
         Beton(beton)
-    assert "\n" not in str(error.value)
 
 
 def test_files_of_older_releases_without_a_fingerprint_are_read(beton):
@@ -120,7 +120,7 @@ def test_another_files_classes_are_refused(beton, photos, tmp_path):
     other = tmp_path / "other.beton"
     write_beton(ImageFiles(photos / "train"), other, jpeg_share=0)
     shutil.copy(sidecar(other), sidecar(beton))
-    with pytest.raises(UsageError, match="do not belong together, or one of them is damaged"):
+    with refused("do not belong together, or one of them is damaged"):
         Beton(beton)
 
 
@@ -138,7 +138,7 @@ def test_an_impossible_row_of_a_foreign_file_is_a_bad_image(photos, tmp_path, fi
             file.seek(header.nbytes + descriptors.nbytes)
             file.write(metadata.tobytes())
         beton = Beton(out)
-        with pytest.raises(BrokenImage, match="gives it an impossible size or place"):
+        with refused("gives it an impossible size or place", BrokenImage):
             beton.read(2)
         if split == "train":
             bad = BadImages(1)

@@ -8,11 +8,12 @@ import pytest
 import torch
 from PIL import Image
 
-from ea_vision.base.errors import RunError, UsageError
+from ea_vision.base.errors import RunError
 from ea_vision.base.processes import World
 from ea_vision.data.bad_images import BadImages
 from ea_vision.data.image_files import ImageFiles
 from ea_vision.zoo.inputs import find_images
+from tests.refused import refused
 
 HIDDEN = [
     ".ipynb_checkpoints/0-checkpoint.png",
@@ -94,7 +95,7 @@ def test_a_stray_image_beside_class_folders_is_named(folder, tmp_path, around):
         folder.mkdir()
         inner.rename(folder / "train")
     shutil.copy(folder / around / "a/0.png", folder / around / "cover.png")
-    with pytest.raises(UsageError, match=f"must lie in class folders, got {around}cover.png"):
+    with refused(f"must lie in class folders, got {around}cover.png"):
         ImageFiles(folder)
 
 
@@ -128,5 +129,5 @@ def test_a_list_of_bad_images_that_cannot_be_written_ends_no_run(tmp_path, monke
     assert len(warnings) == 1
     assert "the run goes on" in warnings[0]
     bad.new["3.png"] = "it is broken"
-    with pytest.raises(RunError, match=r"4 images cannot be read.*0.png \(it is broken\)$"):
+    with refused(r"4 images cannot be read.*0.png \(it is broken\)$", RunError):
         bad.collect(world, tmp_path)

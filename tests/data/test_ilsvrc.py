@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ea_vision.base.errors import UsageError
 from ea_vision.data.image_files import ImageFiles
 from ea_vision.data.splits import KAGGLE, find_split
+from tests.refused import refused
 
 CLASSES = ["n01440764", "n01443537", "n02123045", "n03888257"]
 LABELS = {f"ILSVRC2012_val_{number:08d}.JPEG": CLASSES[number * 7 % 4] for number in range(1, 21)}
@@ -69,9 +69,7 @@ def synsets(path):
 )
 def test_flat_images_have_the_classes_of_the_files_beside_them(tmp_path, write, name):
     val = put(tmp_path / "val")
-    with pytest.raises(
-        UsageError, match="LOC_val_solution.csv or ILSVRC2012_devkit_t12.* is required .* got none"
-    ):
+    with refused("LOC_val_solution.csv or ILSVRC2012_devkit_t12.* is required .* got none"):
         ImageFiles(val)
     write(tmp_path / name)
     assert labels_of(val) == LABELS
@@ -100,7 +98,7 @@ def test_damaged_label_files_are_one_line(tmp_path):
         "ImageId,PredictionString\nILSVRC2012_val_00000001,n01440764 1\n",
     ):
         solution.write_text(text, encoding="utf-8")
-        with pytest.raises(UsageError, match="cannot be read as labels of the 20 images"):
+        with refused("cannot be read as labels of the 20 images"):
             ImageFiles(val)
     kaggle(solution)
     before = ImageFiles(val).fingerprint()

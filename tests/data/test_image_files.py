@@ -13,12 +13,12 @@ import pytest
 from PIL import Image
 from timm.data import create_dataset
 
-from ea_vision.base.errors import UsageError
 from ea_vision.data.decoding import BrokenImage, decode_image, to_rgb
 from ea_vision.data.image_files import ImageFiles
 from ea_vision.data.image_names import IMAGE_SUFFIXES
 from ea_vision.data.splits import find_split
 from tests.data.photos import make_photos, picture
+from tests.refused import refused
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_folders_that_are_refused(photos, suffix, more, message):
     if more:
         (train / more).parent.mkdir(exist_ok=True)
         (train / more).touch()
-    with pytest.raises(UsageError, match=message.format(train=re.escape(str(train)))):
+    with refused(message.format(train=re.escape(str(train)))):
         ImageFiles(train)
 
 
@@ -117,7 +117,7 @@ def last_member_end(data):
 def test_tars_that_are_refused(photos, hurt, message):
     path = photos / "train.tar"
     path.write_bytes(hurt(pack(photos / "train", path)))
-    with pytest.raises(UsageError, match=f"^{path}.*({message})"):
+    with refused(f"^{path}.*({message})"):
         ImageFiles(path)
 
 
@@ -198,15 +198,15 @@ def test_splits_are_found_or_named(photos, tmp_path):
     assert find_split(photos / "train", "test", or_root=True) == photos / "train", (
         "a folder without splits"
     )
-    with pytest.raises(UsageError, match="must have train/ or train.tar; it does not exist"):
+    with refused("must have train/ or train.tar; it does not exist"):
         find_split(photos / "nowhere", "train", or_root=True)
     (tmp_path / "photos.zip").touch()
-    with pytest.raises(UsageError, match="must have train/ or train.tar; it is a file"):
+    with refused("must have train/ or train.tar; it is a file"):
         find_split(tmp_path / "photos.zip", "train")
     (tmp_path / "half/train").mkdir(parents=True)
-    with pytest.raises(UsageError, match="must have val/ or val.tar or validation/"):
+    with refused("must have val/ or val.tar or validation/"):
         find_split(tmp_path / "half", "validation", or_root=True)
-    with pytest.raises(UsageError, match="must have 4 classes .* got 3"):
+    with refused("must have 4 classes .* got 3"):
         ImageFiles(photos / "train", num_classes=4)
 
 
@@ -247,7 +247,7 @@ def test_images_that_are_refused(tmp_path, monkeypatch, content, message):
     )
     (tmp_path / "x.jpg").write_bytes(content)
     for file in (tmp_path / "x.jpg", io.BytesIO(content)):
-        with pytest.raises(BrokenImage, match=re.escape(message)):
+        with refused(re.escape(message), BrokenImage):
             decode_image(file)
 
 
@@ -277,9 +277,8 @@ def test_kinds_of_pixels(tmp_path):
     assert to_rgb(white).getpixel((0, 0)) == (255, 255, 255)
     for numbers in (np.float32(wide / 65536), wide.astype(np.int32)):
         Image.fromarray(numbers).save(tmp_path / "numbers.tif")
-        with pytest.raises(
-            BrokenImage,
-            match="must have 8 or 16 bits per channel, got pixels of Pillow's mode [FI]",
+        with refused(
+            "must have 8 or 16 bits per channel, got pixels of Pillow's mode [FI]", BrokenImage
         ):
             decode_image(tmp_path / "numbers.tif")
 

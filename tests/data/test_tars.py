@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ea_vision.base.errors import UsageError
 from ea_vision.data.image_files import ImageFiles
 from tests.data.photos import make_photos
+from tests.refused import refused
 
 GREY = Image.new("RGB", (8, 8), "grey")
 
@@ -61,14 +61,11 @@ def test_joined_tars_are_refused(photos, tmp_path):
     joined = tmp_path / "x.tar"
     for padding in (0, 3 * 512, 2**20 + 512):
         joined.write_bytes(bytes(padding).join(part.read_bytes() for part in parts))
-        with pytest.raises(
-            UsageError, match=f"^{joined}.*bytes follow its end, at byte [0-9]+"
-        ) as error:
+        with refused(f"^{joined}.*bytes follow its end, at byte [0-9]+"):
             ImageFiles(joined)
-        assert "\n" not in str(error.value)
     with tarfile.open(tmp_path / "outer.tar", "w") as tar:
         tar.add(joined, "inner.tar")
-    with pytest.raises(UsageError, match="bytes follow its end"):
+    with refused("bytes follow its end"):
         ImageFiles(tmp_path / "outer.tar")
     (tmp_path / "unpacked").mkdir()
     subprocess.run(["tar", "-xif", joined, "-C", tmp_path / "unpacked"], check=True)
@@ -80,11 +77,11 @@ def test_bytes_behind_the_end_are_refused(photos, tmp_path):
     whole = tar.read_bytes()
     for more in (b"x", bytes(700) + b"some text", os.urandom(2000)):
         tar.write_bytes(whole + more)
-        with pytest.raises(UsageError, match="follow its end, at byte [0-9]+"):
+        with refused("follow its end, at byte [0-9]+"):
             ImageFiles(tar)
     start = whole.index(b"./class_1/001.jpg")
     tar.write_bytes(whole[:start] + bytes(1024) + whole[start + 512 :])
-    with pytest.raises(UsageError, match="follow its end, at byte"):
+    with refused("follow its end, at byte"):
         ImageFiles(tar)
 
 
@@ -97,7 +94,7 @@ def test_a_tar_in_a_tar_ends_where_its_bytes_end(photos, tmp_path):
     with tarfile.open(tmp_path / "outer.tar", "w") as tar:
         tar.add(inner, "inner.tar")
         tar.add(tmp_path / "y.png", "other/y.png")
-    with pytest.raises(UsageError, match="damaged or cut off at byte"):
+    with refused("damaged or cut off at byte"):
         ImageFiles(tmp_path / "outer.tar")
 
 
@@ -118,16 +115,15 @@ def test_a_tar_in_a_tar_ends_where_its_bytes_end(photos, tmp_path):
 def test_links_are_refused_by_name(photos, tmp_path, name, target):
     (photos / name).symlink_to(target)
     tar = pack(photos, tmp_path / "x.tar", "-c")
-    with pytest.raises(UsageError, match=f"^{tar}: '{name}' is a link to '{target}'") as error:
+    with refused(f"^{tar}: '{name}' is a link to '{target}'"):
         ImageFiles(tar)
-    assert "\n" not in str(error.value)
 
 
 def test_a_hard_link_is_refused_by_name(photos, tmp_path):
     os.link(photos / "class_0" / "000.jpg", photos / "class_1" / "linked.jpg")
     tar = pack(photos, tmp_path / "x.tar", "-c")
     message = "'class_1/linked.jpg' is a link to './class_0/000.jpg'"
-    with pytest.raises(UsageError, match=message):
+    with refused(message):
         ImageFiles(tar)
     same(photos, pack(photos, tar, "-ch", "--hard-dereference"))
 
@@ -149,7 +145,7 @@ def test_links_that_add_no_image_are_passed_over(photos, tmp_path, name, target)
 
 def test_a_class_that_is_a_link_to_nowhere_is_named(photos):
     (photos / "class_3").symlink_to("/data/class_3")
-    with pytest.raises(UsageError, match=r"1 class folder\(s\) of .* have no images: class_3"):
+    with refused(r"1 class folder\(s\) of .* have no images: class_3"):
         ImageFiles(photos)
 
 
@@ -162,6 +158,6 @@ def test_sparse_files_are_refused_by_name(photos, tmp_path):
         file.write(b"0123456789")
     for form in ("gnu", "pax"):
         tar = pack(photos, tmp_path / f"{form}.tar", "-cS", f"--format={form}")
-        with pytest.raises(UsageError, match="'class_0/holes.ppm' is stored sparse or in parts"):
+        with refused("'class_0/holes.ppm' is stored sparse or in parts"):
             ImageFiles(tar)
     same(photos, pack(photos, tmp_path / "whole.tar", "-c"))

@@ -64,7 +64,7 @@ def test_an_unreadable_image_is_left_out_in_evaluation(data):
 
 
 def test_what_workers_get_can_be_pickled(data):
-    """So they may start by spawn."""
+    """So they may start by spawn. The private decoder is what a worker gets."""
     decoder = train(data)._decoder(32)
     again = pickle.loads(pickle.dumps(decoder))
     keys = np.array([[7, 3], [8, 5]])

@@ -5,9 +5,9 @@ import shutil
 import pandas as pd
 import pytest
 
-from ea_vision.base.errors import UsageError
 from experiments.cheap_attention import run as study
 from tests.data.photos import make_photos
+from tests.refused import refused
 
 TINY = "--warmup-epochs 0 --img-size 32 --eval-resize 32 --epochs 1 --batch-size 4 --seed 0"
 
@@ -31,7 +31,7 @@ def place(tmp_path, monkeypatch):
 
 def test_the_pilot_and_the_study_keep_a_row_of_each_run(place):
     folders = [str(place / name) for name in ("tiny", "scenes", "runs")]
-    with pytest.raises(UsageError, match="must be measured first"):
+    with refused("must be measured first"):
         study.main(["pilot", *folders])
     ways = [*study.PLACEMENTS, *(f"{name} uniform" for name in study.PLACEMENTS)]
     pd.DataFrame({"way": ways, "ratio": 1.5}).to_csv(study.TIMES)

@@ -7,7 +7,7 @@ from statistics import mean, stdev
 import pandas as pd
 import pytest
 
-from ea_vision.base.errors import RunError, UsageError
+from ea_vision.base.errors import RunError
 from ea_vision.base.files import write_json
 from ea_vision.engine.run_folder import write_config
 from experiments import sweep
@@ -24,6 +24,7 @@ from experiments.evidence import (
 )
 from experiments.factorial.analyse import FACTORS
 from tests.experiments.pages import RESULTS
+from tests.refused import refused
 
 STORED = RESULTS / "evidence"
 NONE = [70.1, 69.8, 71.0, 70.3, 69.9]
@@ -54,7 +55,7 @@ def test_differences_without_spread_are_no_proof():
     assert math.isnan(paired([0.5, 0.5])["p"])
     assert math.isnan(paired([0.37, 0.37 + 1e-12], resolution=0.01)["low"])
     assert not math.isnan(paired([0.37, 0.36], resolution=0.01)["p"])
-    with pytest.raises(UsageError, match="at least 2 seeds, got 1"):
+    with refused("at least 2 seeds, got 1"):
         paired([1.0])
 
 
@@ -83,21 +84,21 @@ def test_the_command_and_its_file_of_runs(tmp_path, capsys):
     assert main([str(file), *question, "-o", str(tmp_path / "again")]) == 0
     for name in ("evidence-runs.csv", "evidence.csv", "evidence.md"):
         assert (tmp_path / "again" / name).read_text() == (runs / name).read_text()
-    with pytest.raises(UsageError, match="takes two variants as A,B of"):
+    with refused("takes two variants as A,B of"):
         main([str(file), "--question", "PA,nonne"])
-    with pytest.raises(UsageError, match="no runs"):
+    with refused("no runs"):
         main([str(file), "--question", "a,PA", "--variants", "a,PA"])
 
 
 def test_another_table_than_one_of_runs_is_refused():
-    with pytest.raises(UsageError, match="collapse.csv must have the columns variant"):
+    with refused("collapse.csv must have the columns variant"):
         main([str(RESULTS / "collapse.csv"), "--question", "EA,none"])
 
 
 def test_a_run_that_is_not_complete_is_refused(tmp_path):
     write_run(tmp_path, "variant=going on,seed=0", 60.0)
     (tmp_path / "variant=going on,seed=0" / "results.json").unlink()
-    with pytest.raises(UsageError, match="going on,seed=0 is not complete"):
+    with refused("going on,seed=0 is not complete"):
         read_runs(tmp_path)
 
 
@@ -122,7 +123,7 @@ def test_runs_that_cannot_be_compared_are_refused(tmp_path, made, message):
     else:
         for variant, seed, options in made:
             write_run(tmp_path, f"variant={variant},seed={seed}", 60.0, **options)
-    with pytest.raises(UsageError, match=message):
+    with refused(message):
         by_variant(read_runs(source))
 
 
@@ -166,7 +167,7 @@ def test_a_sweep_trains_its_variants_and_goes_on(tmp_path, monkeypatch, capsys):
         ("--model-kwargs alhpa=1", "has no keyword .*alhpa"),
         (f"--data-dir {tmp_path}", f"data folder {tmp_path} must have train/"),
     ):
-        with pytest.raises(UsageError, match=f"variant EA: .*{message}"):
+        with refused(f"variant EA: .*{message}"):
             sweep.main(["--variant", pa, "--variant", f"{ea} {typo}", *rest])
     assert commands == [], "nothing is trained before all variants are checked"
     assert sweep.main(argv) == 0
@@ -180,7 +181,7 @@ def test_a_sweep_trains_its_variants_and_goes_on(tmp_path, monkeypatch, capsys):
     assert list(rows["variant"]) == ["none alpha=0", "none alpha=0.5", "EA alpha=0", "EA alpha=0.5"]
     assert list(rows["test_top1"]) == [51, 52, 53, 54]
     assert "best: EA alpha=0.5, seed 0: top1 54.00%" in capsys.readouterr().out
-    with pytest.raises(RunError, match="alpha=0.5,seed=0 ended with exit code 3"):
+    with refused("alpha=0.5,seed=0 ended with exit code 3", RunError):
         sweep.main(argv)
     assert read_run(folder)["top1"] == 52.0
     for wrong, message in (
@@ -188,5 +189,5 @@ def test_a_sweep_trains_its_variants_and_goes_on(tmp_path, monkeypatch, capsys):
         (["--set", "a=1,"], "KEY=V1"),
         ([], "neither"),
     ):
-        with pytest.raises(UsageError, match=message):
+        with refused(message):
             sweep.main([*wrong, "--output", str(tmp_path / "wrong")])

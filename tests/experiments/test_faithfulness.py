@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from ea_vision.base.errors import UsageError
 from ea_vision.recorder.probe import untrained_network
 from ea_vision.zoo.loaded import load_model
 from experiments import faithfulness
 from experiments.faithfulness import centre_source, gradient_source, main, measure, order_of
+from tests.refused import refused
 
 
 def test_patches_by_hand():
@@ -85,5 +85,5 @@ def test_the_script(tmp_path, capsys, monkeypatch):
         assert row.deletion == pytest.approx(area, abs=1e-5)
     assert (tmp_path / "results.png").stat().st_size > 10_000
     assert "layer 6, untrained" in capsys.readouterr().out
-    with pytest.raises(UsageError, match="--rankings must be some of layers, rollout, random"):
+    with refused("--rankings must be some of layers, rollout, random"):
         main(["--rankings", "layers,best"])

@@ -3,15 +3,14 @@
 import shutil
 
 import pandas as pd
-import pytest
 import timm
 import torch
 from safetensors.torch import save_file
 
-from ea_vision.base.errors import UsageError
 from experiments.added_attention import run as added_attention
 from experiments.finetune_scenes import run as study
 from tests.data.photos import make_photos
+from tests.refused import refused
 
 SMALL = {**study.VIT, "embed_dim": 24, "depth": 2, "num_heads": 3}
 
@@ -45,7 +44,7 @@ def test_the_table_comes_and_a_second_start_trains_nothing(tmp_path, monkeypatch
     with torch.no_grad():
         model.cls_token += 1
     save_file(model.state_dict(), weights)
-    with pytest.raises(UsageError, match="began with other weights than .*weights.safetensors"):
+    with refused("began with other weights than .*weights.safetensors"):
         study.main(command)
 
 
@@ -53,7 +52,7 @@ def test_wrong_scenes_are_found_before_the_pretraining(tmp_path, monkeypatch):
     trained = []
     monkeypatch.setattr(added_attention, "train", lambda *run: trained.append(run))
     folders = [str(tmp_path / name) for name in ("tiny", "scenes", "runs")]
-    with pytest.raises(UsageError, match="scenes/train must have one folder per class"):
+    with refused("scenes/train must have one folder per class"):
         added_attention.main(folders)
     assert trained == []
 

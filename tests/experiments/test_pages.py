@@ -13,7 +13,6 @@ import pandas as pd
 import pytest
 
 from ea_vision.__main__ import main
-from ea_vision.base.errors import UsageError
 from ea_vision.engine.config import load_recipe
 from experiments import break_even, pages, published, sensitivity
 from experiments.collapse import analyse as collapse
@@ -36,6 +35,7 @@ from tests.experiments.pages import (
     table,
     top1_of,
 )
+from tests.refused import refused
 
 FACTORIAL = ROOT / "experiments" / "factorial"
 HEALTHY_RUNS = ROOT / "experiments" / "healthy_maps"
@@ -125,10 +125,10 @@ def test_the_factorial(tmp_path):
         assert len(hypotheses) == (2 if of_time else 4)
         assert hypotheses["p_holm"].tolist() == holm(hypotheses["p"]).tolist()
     (tmp_path / "few.csv").write_text("".join(kept.splitlines(True)[:2]))
-    with pytest.raises(ValueError, match="seeds 5 to 9, no others|no runs of"):
+    with refused("seeds 5 to 9, no others|no runs of", ValueError):
         analyse.read_fresh(tmp_path / "few.csv")
     (tmp_path / "fresh-cifar100.csv").write_text(kept)
-    with pytest.raises(UsageError, match="must begin with cifar10 or cifar100, got .*fresh"):
+    with refused("must begin with cifar10 or cifar100, got .*fresh"):
         analyse.main([str(tmp_path / "fresh-cifar100.csv"), "-o", str(tmp_path)])
 
 
@@ -172,8 +172,7 @@ def _effects_row(label, effects):
 
 def what_each_study_could_have_found():
     heading = "What each study could have found"
-    kept = table("sensitivity.csv")
-    found = shown(kept["found_at_80_percent"])
+    found = shown(sensitivity.table()["found_at_80_percent"])
     yield PAGE, "", f"{min(found[:6])} to {max(found[:6])} points"
     yield PAGE, heading, f"{found[10]} and {found[11]} in SST"
     of_norm, of_convolution = found[13], found[15]
@@ -380,13 +379,11 @@ def test_the_tables_of_the_pages_come_from_the_rows(tmp_path, monkeypatch):
     changed = text.replace("83.39", "83.93", 1)
     assert changed != text
     assert pages.written(page, changed) == text
-    with pytest.raises(UsageError, match="must mark the tables"):
+    with refused("must mark the tables"):
         pages.written(page, text.replace("<!-- table: by seed -->", "<!-- table: by seeds -->"))
 
 
 def test_kept_tables_follow_from_the_rows():
-    pd.testing.assert_frame_equal(break_even.table(), table("break-even.csv"))
-    pd.testing.assert_frame_equal(sensitivity.table(), table("sensitivity.csv"))
     computed = collapse.effects_of(table("collapse.csv"))
     pd.testing.assert_frame_equal(computed, table("collapse-effects.csv"))
 
@@ -419,7 +416,7 @@ def test_the_controls_effects_are_computed_when_all_their_runs_are_done():
 def test_a_table_without_complete_seeds_is_no_result(tmp_path, monkeypatch):
     monkeypatch.setattr(collapse, "RESULTS", tmp_path / "collapse.csv")
     table("collapse.csv").query("network != 'none'").to_csv(collapse.RESULTS)
-    with pytest.raises(UsageError, match="two seeds of all four networks are required"):
+    with refused("two seeds of all four networks are required"):
         collapse.main()
     assert list(tmp_path.iterdir()) == [collapse.RESULTS]
 

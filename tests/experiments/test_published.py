@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ea_vision.base.errors import UsageError
 from ea_vision.detection.train import DetectionConfig
 from ea_vision.engine.config import PUBLISHED
 from ea_vision.engine.train_cifar import CifarConfig
@@ -16,6 +15,7 @@ from experiments import published
 from experiments.published import command, counted, figures, section, tables
 from tests.engine.test_config import parsed
 from tests.models.zoo import ALL
+from tests.refused import refused
 from tests.slow import slow_but
 
 TABLES = tables()
@@ -71,7 +71,7 @@ def test_rows_of_a_network_and_a_wrong_name(capsys):
         "# conv_transformer_cifar, CIFAR-100: 620 epochs, 0.08 EFLOP\nea-vision train-cifar --dataset "
         "cifar100 --download --device cuda --recipe pa_cifar100 --model conv_transformer_cifar\n"
     )
-    with pytest.raises(UsageError, match="called 'ea_aa_resnet5'; did you mean .*ea_aa_resnet50"):
+    with refused("called 'ea_aa_resnet5'; did you mean .*ea_aa_resnet50"):
         published.main(["ea_aa_resnet5"])
 
 

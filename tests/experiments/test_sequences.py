@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from ea_vision.base.errors import UsageError
 from experiments.across import sequences
 from experiments.text import run as sentences
+from tests.refused import refused
 
 
 def test_the_answer_is_the_value_beside_the_key():
@@ -69,5 +69,5 @@ def test_a_table_is_continued(tmp_path):
 def test_rows_of_other_sentences_are_not_continued(tmp_path):
     for split in ("train", "dev", "test"):
         (tmp_path / f"sst_{split}.txt").write_text("__label__1 a dull film\n")
-    with pytest.raises(UsageError, match="sst.csv has rows of other sentences than those in"):
+    with refused("sst.csv has rows of other sentences than those in"):
         sentences.main([str(tmp_path)])

@@ -97,7 +97,6 @@ def test_what_an_implementation_cannot_do_is_named():
 def test_a_gpus_order_ends_at_the_reference_and_the_log_says_so(monkeypatch, caplog):
     """CUDA's order of implementations, on a CPU: neither of its kernels has windows."""
     monkeypatch.setattr(ops, "ON_CPU", ops.ON_ACCELERATORS)
-    ops._logged.clear()
     layer = make(window=3, head_window=3)
     with caplog.at_level("INFO"):
         layer(torch.randn(2, 4, 5, 6, dtype=D64))

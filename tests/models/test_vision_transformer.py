@@ -280,7 +280,7 @@ def test_prefix_tokens_pass_the_convolution(options):
 
 
 def chosen(caplog, monkeypatch, model):
-    """Return what the log says about the implementations that a forward used."""
+    """Return what the log says about the implementations that a forward used; its private store would say it once."""
     monkeypatch.setattr(ops, "_logged", set())
     caplog.clear()
     with caplog.at_level(logging.INFO, logger="ea_vision.ops"):

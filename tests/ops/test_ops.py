@@ -330,7 +330,6 @@ def test_whatever_goes_wrong_with_the_library_the_reference_runs_and_the_log_say
     commands, reason = BROKEN[cc]
     use_compiler(compiler(tmp_path, commands) if commands else cc)
     tensors = problem("ea", (3, 4))
-    ops._logged.clear()
     with caplog.at_level(logging.INFO, "ea_vision.ops"):
         out = evolving_attention(**tensors, feat_size=(3, 4))
     assert "by 'reference'; not cpu: " in caplog.messages[-1]
@@ -556,7 +555,6 @@ def test_devices_without_kernels_take_torchs_fused_attention_where_it_suffices(
 ):
     """Uses the meta device; the CPU tests check that `sdpa` equals the reference."""
     caplog.set_level("INFO", logger="ea_vision.ops")
-    ops._logged.clear()
     tensors = problem(kind, (3, 4), device="meta")
     out, logits = evolving_attention(**tensors, feat_size=(3, 4), need_logits=need_logits)
     assert f"evolving attention on meta in torch.float32 by {name!r}" in caplog.messages[-1]
@@ -566,7 +564,6 @@ def test_devices_without_kernels_take_torchs_fused_attention_where_it_suffices(
 
 def test_the_reason_is_logged_once(caplog):
     tensors = problem("aa", (3, 4))
-    ops._logged.clear()
     with caplog.at_level(logging.INFO, "ea_vision.ops"):
         for each in (tensors, tensors, {n: t.double() for n, t in tensors.items()}):
             evolving_attention(**each, feat_size=(3, 4))
@@ -578,7 +575,6 @@ def test_the_reason_is_logged_once(caplog):
 
 
 def test_maps_of_more_than_2500_pixels_are_logged_once(caplog):
-    ops._logged.clear()
     with caplog.at_level(logging.INFO, "ea_vision.ops"):
         sizes = dict(dim_qk=2, dim_v=2, num_heads=2, feat_size=(50, 50))
         layer = AugmentedConv2d(4, 4, **sizes, evolution=EvolvingAttention(2))

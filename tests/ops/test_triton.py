@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
 import ea_vision.ops as ops
-from ea_vision.base.errors import UsageError
 from ea_vision.ops import evolving_attention
 from ea_vision.ops import triton_attention as ours
 from ea_vision.ops.problem import Problem
 from tests.ops.oracle import CASES, TOLERANCE, check, problem, random_case
 from tests.process import python
+from tests.refused import refused
 from tests.slow import slow_but
 
 if importlib.util.find_spec("triton") is None:
@@ -63,7 +63,7 @@ HALF = (
 @pytest.mark.parametrize("case", CASES)
 def test_outputs_and_gradients(case):
     if DEVICE == "cuda" and CASES[case].get("K", 0) > 8:  # their maps do not fit into shared memory
-        with pytest.raises(UsageError, match="at most 8 heads"):
+        with refused("at most 8 heads"):
             check("triton", device=DEVICE, **CASES[case])
     else:
         check("triton", device=DEVICE, **CASES[case])
@@ -233,7 +233,6 @@ def test_a_gpu_that_falls_back_to_the_reference_warns_with_the_memory(
 ):
     monkeypatch.setattr(ours, "_capability", lambda device: capability)
     monkeypatch.setattr(ours, "INTERPRETING", False)
-    ops._logged.clear()
     H, W = feat_size
     N = H * W
     with FakeTensorMode(), torch.device("cuda"), caplog.at_level(logging.WARNING):

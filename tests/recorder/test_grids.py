@@ -10,8 +10,8 @@ from torch import nn
 from torch.testing import assert_close
 
 from ea_vision import record_attention
-from ea_vision.base.errors import UsageError
 from tests.recorder.networks import TINY, images, recorded, timms, transformers_model
+from tests.refused import refused
 
 
 def dropping():
@@ -84,11 +84,9 @@ def test_tokens_that_are_no_grid_have_no_places(make, tokens):
     assert layer.feat_size == layer.key_size == (1, tokens)
     assert_close(layer.attn.sum(-1), torch.ones(2, 3, tokens))
     assert_close(layer.relative().mean(-1), torch.ones(2, 3, tokens))
-    for refused in (layer.spatial, layer.num_keys, lambda: layer.of_query((0, 0))):
-        with pytest.raises(
-            UsageError, match=f"{tokens} tokens that are no grid of patches.*cls_token"
-        ):
-            refused()
+    for query in (layer.spatial, layer.num_keys, lambda: layer.of_query((0, 0))):
+        with refused(f"{tokens} tokens that are no grid of patches.*cls_token"):
+            query()
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.75])
@@ -281,7 +279,7 @@ def test_queries_are_pixels_of_the_input(layer, pixel, cell):
 
 @pytest.mark.parametrize("pixel", [(0, -1), (-1, 0), (32, 0), (0, 48), (1000, 1000)])
 def test_queries_outside_of_the_input_are_refused(layer, pixel):
-    with pytest.raises(UsageError, match=r"within the input of 32x48 pixels, got \("):
+    with refused(r"within the input of 32x48 pixels, got \("):
         layer.of_query(pixel)
 
 
@@ -292,7 +290,7 @@ def test_places_that_are_not_two_whole_numbers_are_refused(layer, place):
         (layer.of_query, "a query (y, x) "),
         (layer.of_cell, "a cell (row, column) "),
     ):
-        with pytest.raises(UsageError, match=re.escape(f"{name}{required}{place!r}")):
+        with refused(re.escape(f"{name}{required}{place!r}")):
             of_place(place)
 
 
@@ -311,18 +309,18 @@ def test_queries_are_pixels_of_the_patches_that_hold_them():
             for x in range(min(39, 8 * columns)):
                 assert layer.cell_of((y, x)) == (y // 8, x // 8)
     for pixel in ((24, 0), (0, 32), (29, 38)):
-        with pytest.raises(UsageError, match="which cover 24x32 of 30x39 pixels"):
+        with refused("which cover 24x32 of 30x39 pixels"):
             left_out.of_query(pixel)
 
 
 @pytest.mark.parametrize("cell", [(0, -1), (0, 3), (2, 0)])
 def test_cells_outside_of_the_map_are_refused(layer, cell):
-    with pytest.raises(UsageError, match="must lie within its map of 2x3"):
+    with refused("must lie within its map of 2x3"):
         layer.of_cell(cell)
 
 
 def test_queries_of_a_sequence_are_its_tokens():
     layer = recorded(Sequence().eval(), torch.randn(2, 6, 8))[1]
     assert torch.equal(layer.of_query((0, 4))[1].flatten(2), layer.attn[:, :, 4])
-    with pytest.raises(UsageError, match="within the input of 1x6"):
+    with refused("within the input of 1x6"):
         layer.of_query((1, 0))

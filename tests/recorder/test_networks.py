@@ -10,7 +10,6 @@ from torch import nn
 from torch.testing import assert_close
 
 from ea_vision import evolve, record_attention
-from ea_vision.base.errors import UsageError
 from ea_vision.recorder.recording import recordable_layers
 from tests.models.test_any_transformer import NAMES, create, size_of
 from tests.models.test_vision_transformer import needs_attn_layer
@@ -28,6 +27,7 @@ from tests.recorder.networks import (
     transformers_model,
     unfused,
 )
+from tests.refused import refused
 
 
 def check(layer, attn, place):
@@ -44,9 +44,9 @@ def check(layer, attn, place):
     assert layer.query_names == (place.queries or place.names)
     rows = {name: row for row, name in enumerate(layer.query_names)}
     if place.alone:
-        with pytest.raises(UsageError, match=place.alone):
+        with refused(place.alone):
             layer.spatial()
-        with pytest.raises(UsageError, match=place.alone):
+        with refused(place.alone):
             layer.of_cell((0, 0))
     else:
         height, width = place.grid
@@ -83,9 +83,9 @@ def test_maps_are_those_of_the_networks_own_unfused_attention(name):
 
 def test_windows_alone_are_kept_and_a_query_that_a_layer_lacks():
     layer = recorded(*made("swin"))[1]
-    assert layer._parts["attn"].numel() < layer.attn.numel() / 4
+    assert layer.formed("attn").numel() < layer.attn.numel() / 4
     message = "query dist must be a token before the patches of layer 1 .* has none"
-    with pytest.raises(UsageError, match=message):
+    with refused(message):
         layer.of_query("dist")
 
 
@@ -198,7 +198,7 @@ def test_windows_that_are_not_known():
     """MaxViT's windows look like the grid of a small image; only their number tells them apart."""
     maxvit = timm.create_model("maxvit_rmlp_pico_rw_256", num_classes=3).eval()
     message = r"attention layer 1 \(.*\) must attend over .*got maps of"
-    with pytest.raises(ValueError, match=message), record_attention(maxvit):
+    with refused(message, ValueError), record_attention(maxvit):
         maxvit(images(256, 256, 1))
 
 

@@ -9,10 +9,10 @@ import torch
 from PIL import Image
 
 import ea_vision
-from ea_vision.base.errors import UsageError
 from ea_vision.zoo.inputs import as_image
 from ea_vision.zoo.loaded import as_loaded
 from tests.recorder.networks import torchvision_vit, transformers_model
+from tests.refused import refused
 
 transformers = pytest.importorskip("transformers")
 
@@ -73,11 +73,9 @@ def test_a_processors_tensor_stays_as_it_is(tmp_path):
         assert torch.equal(loaded.input_of(as_image(image)), expected[0])
     white = processor(Image.new("RGB", (40, 40), "white"), return_tensors="pt")
     assert (loaded.shown(loaded.input_of(white)) == 1).all()
-    with pytest.raises(UsageError, match="pixel_values are required, got input_ids"):
+    with refused("pixel_values are required, got input_ids"):
         loaded.input_of({"input_ids": expected})
-    with pytest.raises(
-        UsageError, match="normalised by the model's mean and std, got torch.float32"
-    ):
+    with refused("normalised by the model's mean and std, got torch.float32"):
         loaded.input_of({"pixel_values": 3 * expected})
 
 
@@ -90,13 +88,11 @@ def test_mean_and_std_by_hand():
     assert alike.preparation.std == (0.25, 0.25, 0.25)
     wrong_configs = ({"mean": "mean"}, {"mean": "5"})
     for wrong in ({"mean": (0.1, 0.2)}, {"mean": 0.5}, *wrong_configs, {"std": (0.0, 1.0, 1.0)}):
-        with pytest.raises(UsageError, match="must be three numbers, one per channel"):
+        with refused("must be three numbers, one per channel"):
             as_loaded(torchvision_vit(), "vit", **wrong)
-    with pytest.raises(
-        UsageError, match="image processor of transformers, its path or its name, got int"
-    ):
+    with refused("image processor of transformers, its path or its name, got int"):
         as_loaded(torchvision_vit(), "vit", processor=3)
-    with pytest.raises(UsageError, match="no image processor at 'nowhere/at/all'"):
+    with refused("no image processor at 'nowhere/at/all'"):
         as_loaded(torchvision_vit(), "vit", processor="nowhere/at/all")
 
 
