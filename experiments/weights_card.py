@@ -12,10 +12,7 @@ its `Network(..., trained={TAG: keywords})`; then renew the table of results by 
 import argparse
 import math
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from itertools import groupby, pairwise
-from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -29,6 +26,7 @@ from ea_vision.data.on_device import EvalLoader
 from ea_vision.data.scaling import Scaling
 from ea_vision.data.small_images import load_dataset
 from ea_vision.engine import run_folder
+from ea_vision.engine.card import fact_table, facts, front_matter, log_table
 from ea_vision.engine.config import resolve
 from ea_vision.engine.data_module import check_classes
 from ea_vision.engine.evaluate import Evaluation, evaluate
@@ -47,7 +45,6 @@ SHOWN_OPTIONS = """
     crop_padding crop_padding_mode cutout img_size first_img_size grow_epochs eval_resize crop_scale hflip aa mixup
     cutmix model_ema_decay amp channels_last
 """.split()
-LOG = {"epoch": 0, "train_loss": 4, "top1": 2, "images_per_s": 0, "seconds": 0}  # digits
 
 
 def half(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -57,39 +54,6 @@ def half(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if value.is_floating_point():
             halved[name] = value.half()
     return halved
-
-
-def front_matter(name: str, top1: float, dataset: str) -> list[str]:
-    """Return the YAML front matter that Hugging Face's hub reads from a model card."""
-    return [
-        "---",
-        "license: apache-2.0",
-        "library_name: timm",
-        "pipeline_tag: image-classification",
-        "tags: [image-classification, timm, ea_vision]",
-        "model-index:",
-        f"- name: {name}",
-        "  results:",
-        "  - task: {type: image-classification}",
-        f"    dataset: {{name: {dataset}, type: {dataset}}}",
-        f"    metrics: [{{type: accuracy, value: {top1:.2f}, name: top-1}}]",
-        "---",
-        "",
-    ]
-
-
-def by_update(starts: list[dict], describe: Callable[[dict], str]) -> str:
-    """Describe the run's last start and, in brackets, the updates of earlier starts with another description."""
-    descriptions = [(start["update"], describe(start)) for start in starts]
-    if descriptions[0][0] > 1:
-        descriptions.insert(0, (1, "not recorded"))
-    changes = [next(same) for _, same in groupby(descriptions, key=itemgetter(1))]
-    last = changes[-1][1]
-    others = []
-    for (first, text), (following, _) in pairwise(changes):
-        if text != last:
-            others.append(f"updates {first} to {following - 1}: {text}")
-    return f"{last} ({'; '.join(others)})" if others else last
 
 
 def evaluated_on(split: str, metrics: dict) -> str:
@@ -139,17 +103,6 @@ def read_finished(folder: Path) -> FinishedRun:
     )
 
 
-def log_table(metrics: dict[str, list[float]]) -> list[str]:
-    """Return the lines of a run's table of epochs."""
-    lines = ["| epoch | loss | top-1 % | images/s | seconds |", "| --- | --- | --- | --- | --- |"]
-    for values in zip(*(metrics[name] for name in LOG), strict=True):
-        cells = []
-        for value, digits in zip(values, LOG.values(), strict=True):
-            cells.append("" if math.isnan(value) else f"{value:.{digits}f}")
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
-
-
 def check_command(name: str, config: dict, dataset: str, split: str) -> str:
     """Return the command that evaluates the weights as their run did."""
     if not split:
@@ -165,37 +118,18 @@ def check_command(name: str, config: dict, dataset: str, split: str) -> str:
     )
 
 
-def described_versions(start: dict) -> str:
-    return ", ".join(f"{package} {version}" for package, version in start["versions"].items())
-
-
-def facts(finished: FinishedRun, dtype: str, split: str) -> dict[str, str]:
+def facts_of(finished: FinishedRun, dtype: str, split: str) -> dict[str, str]:
     """Return the rows of a card's table: left column -> right column."""
-    config = finished.config
-    run = finished.about
-    starts = run["starts"]
-    # A run that is older than an option does not have it.
-    options = [f"{name} {config[name]}" for name in SHOWN_OPTIONS if name in config]
+    about = finished.about
     seen = evaluated_on(finished.eval_split, finished.metrics)
     if split:
-        validation = Path(run["eval_data"]).name
-        seen = f"{run['eval_images']} images of `{validation}`, by which the best epoch was chosen"
-    hashed = "files" if split else "pixels and labels"
-    classes = run["classes"]
-    began = {}
-    if config.get("pretrained_path"):
-        began["began with"] = f"`{Path(config['pretrained_path']).name}`"
+        validation = Path(about["eval_data"]).name
+        seen = (
+            f"{about['eval_images']} images of `{validation}`, by which the best epoch was chosen"
+        )
     return {
-        "recipe": f"`{config['recipe']}`: {', '.join(options)}",
-        "model keywords": str(run["model_kwargs"]),
-        **began,
-        "data": f"{run['train_images']} training images, {len(classes)} classes: {', '.join(classes)}; "
-        f"SHA-256 of {hashed} `{run['data_fingerprint']}`",
+        **facts(finished.config, about, SHOWN_OPTIONS),
         "evaluated in training on": f"{seen}; the weights are those of epoch {finished.best['epoch']}",
-        "seed, runs": f"{config['seed']}, one run",
-        "commit": by_update(starts, lambda start: f"`{start['git_commit']}`"),
-        "hardware": by_update(starts, lambda start: start["hardware"]),
-        "versions": by_update(starts, described_versions),
         "stored as": dtype,
     }
 
@@ -222,21 +156,22 @@ def card(
     if by_views is not None:
         check += f" --tta {tta}"
         views = f" With several views of an image (`--tta {tta}`): {by_views.top1:.2f}%."
+    top5 = "" if math.isnan(result.top5) else f", {result.top5:.2f}% top-5"
     where = f" of `{split}`" if split else ""
     lines = [
-        *front_matter(name, result.top1, dataset),
-        f"# {name}",
+        front_matter(name, {"top1": result.top1}, dataset, license="apache-2.0") + f"# {name}",
         "",
-        f'`timm.create_model("{name}", pretrained=True)`: {result.top1:.2f}% top-1, {result.top5:.2f}% top-5 on the '
+        f'`timm.create_model("{name}", pretrained=True)`: {result.top1:.2f}% top-1{top5} on the '
         f"test images{where}.{views} {result.images} images: 95% interval of the top-1 "
         f"{interval(result.top1, result.images)}.",
         "",
-        "| | |",
-        "| --- | --- |",
+        *fact_table(facts_of(finished, dtype, split)),
+        "",
+        "Log:",
+        "",
+        *log_table(finished.metrics, "top1"),
+        "",
     ]
-    for fact, value in facts(finished, dtype, split).items():
-        lines.append(f"| {fact} | {value} |")
-    lines += ["", "Log:", "", *log_table(finished.metrics), ""]
     lines += ["Check:", "", f"    {check}", ""]
     return "\n".join(lines)
 

@@ -21,7 +21,7 @@ from torch import nn
 
 from ea_vision.base.devices import choose_device, device_named
 from ea_vision.base.errors import RunError, UsageError, near_matches
-from ea_vision.base.files import check_writable, write_json
+from ea_vision.base.files import atomic_write, check_writable, write_json
 from ea_vision.base.processes import World, join_world, workers_watched
 from ea_vision.base.provenance import hardware, provenance
 from ea_vision.base.units import duration
@@ -307,10 +307,14 @@ def check_same_everywhere(world: World, own: dict) -> None:
 
 
 def finish(trainer: Trainer, about: dict) -> None:
-    """Test the best and the last weights, each image once; write results.json, which marks the run complete.
+    """Test the best and the last weights, each image once; write model.md, and results.json, which marks the run
+    complete.
 
     With --no-test the test images are not used, and the results are those on the images held out.
     """
+    # the hub's library, which takes long to import
+    from ea_vision.engine.card import card_of
+
     config = trainer.config
     progress = trainer.progress
     folder = trainer.folder
@@ -332,6 +336,8 @@ def finish(trainer: Trainer, about: dict) -> None:
             "tta": "none",
             "hardware": about["hardware"],
         }
+        card = card_of(trainer, about, results, split)
+        atomic_write(folder / run_folder.CARD, card.encode("utf-8", "surrogateescape"))
         write_json(folder / run_folder.RESULTS, results)
         trainer.step_log.close()
     trainer.world.barrier()

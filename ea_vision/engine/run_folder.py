@@ -27,6 +27,7 @@ from ea_vision.zoo.weights_file import encode_weights
 log = logging.getLogger(__name__)
 METRICS = "metrics.csv"
 RESULTS = "results.json"
+CARD = "model.md"  # of model.safetensors
 # entries of a run's `about` section that the note in its weights repeats
 NOTE_ENTRIES = ("model_kwargs", "task", "classes", "category_ids", "mean", "std")
 LOCK = ".lock"

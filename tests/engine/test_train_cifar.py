@@ -2,12 +2,14 @@
 
 import json
 import math
+import re
 import shutil
 
 import pytest
 import safetensors.torch
 import timm
 import torch
+from huggingface_hub import ModelCard
 from PIL import Image
 
 from ea_vision.base.errors import UsageError
@@ -104,6 +106,23 @@ def test_evaluate_a_run(finished, capsys):
     assert f"top1 {numbers['top1']:.2f}%" in said
     assert "views: six" in said
     assert "top5" not in said
+
+
+def test_a_complete_run_has_a_card_of_its_weights(finished):
+    """As the hub reads it: the figures of results.json, the options that differ from the defaults."""
+    text = (finished / run_folder.CARD).read_text(encoding="utf-8")
+    data = ModelCard(text).data
+    [result] = data.eval_results
+    best = run_folder.read_results(finished)["test_best"]
+    assert data.pipeline_tag == "image-classification"
+    assert result.metric_type == "accuracy"
+    assert result.metric_value == round(best["top1"], 2)
+    config, about = run_folder.read_config(finished)
+    assert f"{best['top1']:.2f}% on 30 test images" in text
+    assert f"model_ema_decay {config['model_ema_decay']}" in text
+    assert about["data_fingerprint"] in text
+    assert str(finished.parent) not in text, "paths of a machine are private"
+    assert len(re.findall(r"^\| \d+ \|", text, re.MULTILINE)) == config["epochs"]
 
 
 def test_a_runs_rows_say_that_they_are_of_one_view(data, tmp_path):

@@ -50,6 +50,7 @@ def test_run_folder(finished):
         "last.prev.ckpt",
         "best.ckpt",
         "model.safetensors",
+        "model.md",
         "results.json",
     }
     speed = runner.rows_of(finished / "speed.csv")

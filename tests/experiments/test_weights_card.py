@@ -7,7 +7,7 @@ import yaml
 from torchvision.transforms.functional import normalize
 
 from ea_vision.data.small_images import load_dataset
-from ea_vision.engine import run_folder
+from ea_vision.engine import card, run_folder
 from ea_vision.engine.evaluate import logits_by_views
 from experiments import weights_card
 from tests.engine.runner import arguments, make_folder, train
@@ -36,21 +36,21 @@ def test_the_card_of_exported_weights_has_the_figures_of_the_file(tmp_path, monk
         with torch.no_grad():
             top1 = top1_of(model(x), test.targets)
             six_views = top1_of(logits_by_views(model, x, "six"), test.targets)
-        card = out.with_suffix(".md").read_text()
-        front = yaml.safe_load(card.split("---\n")[1])
+        text = out.with_suffix(".md").read_text()
+        front = yaml.safe_load(text.split("---\n")[1])
         metric = front["model-index"][0]["results"][0]["metrics"][0]
         assert front["library_name"] == "timm"
         assert metric["value"] == round(top1, 2)
         assert safetensors.torch.load_file(out)["conv1.0.weight"].dtype == getattr(torch, dtype)
         for said in (
             f"| stored as | {dtype} |",
-            f"{top1:.2f}% top-1, 100.00% top-5 on the test images. ",
+            f"{top1:.2f}% top-1 on the test images. ",
             f"With several views of an image (`--tta six`): {six_views:.2f}%.",
             "after epoch 2: nothing was chosen by them",
             "48 training images, 3 classes: class_0, class_1, class_2;",
             "--evaluate test_resnet.t --dataset folder --data-dir DIR --tta six",
         ):
-            assert said in card
+            assert said in text
 
 
 def test_cards_say_which_updates_an_earlier_start_made():
@@ -58,7 +58,7 @@ def test_cards_say_which_updates_an_earlier_start_made():
     starts = [{"update": update, "by": name} for update, name in by.items()]
 
     def by_update(starts):
-        return weights_card.by_update(starts, lambda start: start["by"])
+        return card.by_update(starts, lambda start: start["by"])
 
     assert by_update(starts) == "b (updates 1 to 20: a; updates 31 to 40: c)"
     assert by_update(starts[1:2]) == "a (updates 1 to 10: not recorded)"
