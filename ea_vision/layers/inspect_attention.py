@@ -25,13 +25,14 @@ CROSS_ATTENTION = re.compile("cross|encoder_attn|encdec|encoder_decoder", re.IGN
 
 def heads_of(module: nn.Module) -> int | None:
     """Return a module's number of heads, or None. Modules of Llama and its kin store it in their configuration."""
-    owner = module
+    holders = [module]
     if hasattr(module, "num_key_value_groups") and hasattr(module, "config"):
-        owner = module.config
-    for name in HEAD_COUNTS:
-        value = getattr(owner, name, None)
-        if isinstance(value, int) and value > 0:
-            return value
+        holders = [module.config, module]
+    for holder in holders:
+        for name in HEAD_COUNTS:
+            value = getattr(holder, name, None)
+            if isinstance(value, int) and value > 0:
+                return value
     return None
 
 

@@ -263,6 +263,8 @@ class SequenceMaps(MapsAttention, nn.Module):
 
     def check_reading(self, logits: Tensor) -> None:
         """Raise ValueError if a mask hides other entries than padding and, in a decoder, later keys."""
+        if logits.is_meta:
+            return
         reading = self.reading
         differs = reading.allowed != readable(logits, self.causal, reading.keys)
         if reading.queries is not None:
@@ -317,6 +319,10 @@ class SequenceMaps(MapsAttention, nn.Module):
             self.check_rows(Q, N, cache)
             if self.evolution.reads_previous:
                 check_prev_logits(handed.logits, B, K, Q, N)
+            if chain.kind == "xsa" and N < Q:
+                raise ValueError(
+                    f"evolution {chain.kind!r} needs each query's own value, got {Q} queries and {N} keys"
+                )
         if chain.cross:
             decoder = chain.decoder
             padding = None if decoder is None else decoder.padding.get(thread)

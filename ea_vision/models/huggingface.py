@@ -8,14 +8,16 @@ Models keep their class. Each attention layer gets a module `maps` with its mech
 `ALL_ATTENTION_FUNCTIONS["ea_vision"]`. The class of each block is replaced by a subclass that runs the block's forward.
 """
 
+import copy
 import functools
 import logging
 import re
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+from timm.layers import to_2tuple
 from torch import Tensor, nn
 
 from ea_vision.base.errors import UsageError
@@ -227,13 +229,14 @@ def _give_chain(
         _check_grid_is_not_needed(mechanisms, names)
     prefix_tokens = len(names.prefix)
     for number, layer in enumerate(layers, start=1):
-        heads = inspect_attention.heads_of(layer) or layer.config.num_attention_heads
+        heads = inspect_attention.heads_of(layer) or inspect_attention.heads_of(layer.config)
+        if heads is None:
+            raise UsageError(f"{names.layers[0]} does not say how many heads it has")
         layer.maps = sequences.SequenceMaps(chain, number, heads, prefix_tokens)
         layer.maps.train(layer.training)
     maps = [layer.maps for layer in layers]
     form = _in_causal_form(mechanisms, names.causal)
     form.give(blocks, maps, _width_of(layers[0]), prefix_tokens, class_token_alone=False)
-    _say_windows(model, layers, mechanisms.kind)
     for layer in layers:
         if layer.maps.reads_input or names.causal == "self":
             layer.register_forward_pre_hook(chain.note_input, with_kwargs=True)
@@ -276,17 +279,64 @@ def _around(model: nn.Module, block: str) -> nn.Module:
     return next(owner for owner in owners if not isinstance(owner, (nn.ModuleList, nn.ModuleDict)))
 
 
-def _say_windows(model: nn.Module, layers: Sequence[nn.Module], kind: str | None) -> None:
+def _say_windows(model: nn.Module, kind: str | None) -> None:
     """Warn if layers that evolve have a sliding window: kinds that mix maps take no longer sequences."""
-    evolving = [layer for layer in layers if layer.maps.evolution is not None]
-    windows = [window for window in map(inspect_attention.window_of, evolving) if window]
-    if windows and kind not in sequences.POINTWISE:
+    windows = []
+    for layer in model.modules():
+        if getattr(getattr(layer, "maps", None), "evolution", None) is not None:
+            windows.append(inspect_attention.window_of(layer))
+    if any(windows) and kind not in sequences.POINTWISE:
         log.warning(
             "layers of %s have a sliding window: evolution %r refuses sequences that are longer than it, %d tokens",
             type(model).__name__,
             kind,
-            min(windows),
+            min(filter(None, windows)),
         )
+
+
+def _on_meta(model: nn.Module) -> nn.Module:
+    """Return a copy of a model without numbers, and without hooks."""
+    tensors = [*model.parameters(), *model.buffers()]
+    copied = copy.deepcopy(model, {id(tensor): tensor.to("meta") for tensor in tensors}).eval()
+    for module in copied.modules():
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
+    return copied
+
+
+@torch.no_grad()
+def _check_forward(model: nn.Module, mechanisms: Mechanisms) -> None:
+    """Raise UsageError if a model's forward, on the meta device, fails only once it has mechanisms.
+
+    Models that do not take the usual inputs, or that read numbers, are not tried.
+    """
+    inputs = _usual_inputs(model)
+    tried = _on_meta(model)
+    give(tried, mechanisms)
+    try:
+        tried(**inputs)
+    except Exception as error:  # noqa: BLE001
+        if "meta tensor" in str(error):
+            return
+        try:
+            _on_meta(model)(**inputs)
+        except Exception:  # noqa: BLE001 the plain model does not take these inputs
+            return
+        refuse(model, f"its forward would fail with {mechanisms.kind!r}: {error}")
+
+
+def _usual_inputs(model: nn.Module) -> dict[str, Tensor]:
+    """Return a line of 8 words, or an image, without numbers."""
+    config = model.config
+    if model.main_input_name == "pixel_values":
+        sides = to_2tuple(getattr(config, "image_size", 64))
+        shape = (1, getattr(config, "num_channels", 3), *sides)
+        return {"pixel_values": torch.empty(shape, dtype=model.dtype, device="meta")}
+    words = torch.zeros(1, 8, dtype=torch.long, device="meta")
+    names = ["input_ids"]
+    if getattr(config, "is_encoder_decoder", False):
+        names.append("decoder_input_ids")
+    return dict.fromkeys(names, words)
 
 
 def _width_of(layer: nn.Module) -> int:
@@ -333,8 +383,10 @@ def evolve_huggingface(
     """
     refuse(model, reason_against(model))
     mechanisms = Mechanisms.of_evolve(kind, *args, **options)
+    _check_forward(model, mechanisms)
     evolving = shared_copy(model)
     give(evolving, mechanisms)
+    _say_windows(evolving, mechanisms.kind)
     # PEFT stores it as an adapter's base, which nobody then takes for the plain model
     evolving.name_or_path = f"ea_vision.evolve({model.name_or_path})"
     return evolving
@@ -396,6 +448,7 @@ def from_pretrained(folder: str, **kwargs: Any) -> nn.Module:
     model, info = cls.from_pretrained(folder, **kwargs)
     _check_weights(folder, info)
     model.__class__ = plain
+    _say_windows(model, keywords["kind"])
     return (model, info) if with_info else model
 
 

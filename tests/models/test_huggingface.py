@@ -938,6 +938,40 @@ def test_t5_s_refusal_of_alpha_says_what_works():
     evolve(create("t5"), "ea", start="paper")
 
 
+def pyramid(depths):
+    sizes = dict(hidden_sizes=[8, 16, 32, 32], num_attention_heads=[1, 2, 2, 4])
+    return transformers.SegformerModel(transformers.SegformerConfig(depths=depths, **sizes))
+
+
+def twice():
+    """A model whose layers call attention twice."""
+    config = transformers.DiffLlamaConfig(**TEXT, num_key_value_heads=2)
+    return transformers.DiffLlamaModel(config)
+
+
+@pytest.mark.parametrize(
+    "create_model, kind, reason",
+    [
+        (
+            partial(pyramid, [2, 2, 2, 2]),
+            "xsa",
+            "each query's own value, got .* queries and .* keys",
+        ),
+        (partial(pyramid, [2, 2, 2, 2]), "conv2d", "needs patches of an image"),
+        (partial(pyramid, [1, 1, 1, 1]), "ea", "prev_logits of shape .* required, got"),
+        (twice, "residual", "layer 2 of the chain must follow layer 1"),
+        (twice, "ea", "layer 2 of the chain must follow layer 1"),
+    ],
+)
+def test_what_the_forward_cannot_do_is_refused_before_it(create_model, kind, reason):
+    model = create_model()
+    seen = []
+    model.register_forward_pre_hook(lambda *_: seen.append(1))
+    with pytest.raises(UsageError, match=reason):
+        evolve(model, kind)
+    assert not seen
+
+
 @pytest.mark.parametrize("kind", ["pa", "reattention", "refiner", "mta", "conv2d"])
 @pytest.mark.parametrize("name", DECODERS)
 def test_kinds_without_a_causal_form_refuse_decoders(name, kind):
