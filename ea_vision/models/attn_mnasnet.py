@@ -173,31 +173,25 @@ class AttnMnasNet(ChainedNetwork, EfficientNet):
     prune_intermediate_layers = EfficientNet.prune_intermediate_layers
 
 
-def _mnasnet(multiplier: float, about: str, plain: str | None, **kwargs: Any) -> Network:
-    return Network(about, {"multiplier": multiplier, **kwargs}, plain=plain)
-
-
-_PA = "PA in AA-MnasNet of width {}, alpha 0.5, one convolution; ours."
-_EA = "EA in AA-MnasNet of width {}, alpha 0.5, beta 1.0; ours."
-_NETWORKS = {
-    "semnasnet_125": _mnasnet(
-        1.25, "MnasNet-A1 of width 1.25, which timm lacks.", None, attn_stages=()
-    ),
-    "aa_mnasnet_075": _mnasnet(
-        0.75, "AA-MnasNet of width 0.75, 13 attention layers.", "semnasnet_075"
-    ),
-    "aa_mnasnet_100": _mnasnet(1.0, "AA-MnasNet of width 1, 13 attention layers.", "semnasnet_100"),
-    "aa_mnasnet_125": _mnasnet(1.25, "AA-MnasNet of width 1.25, 13 attention layers.", None),
-    "aa_mnasnet_140": _mnasnet(1.4, "AA-MnasNet of width 1.4, 13 attention layers.", None),
-    "pa_aa_mnasnet_075": _mnasnet(0.75, _PA.format("0.75"), "semnasnet_075", evolution="pa"),
-    "pa_aa_mnasnet_100": _mnasnet(1.0, _PA.format("1"), "semnasnet_100", evolution="pa"),
-    "pa_aa_mnasnet_125": _mnasnet(1.25, _PA.format("1.25"), None, evolution="pa"),
-    "pa_aa_mnasnet_140": _mnasnet(1.4, _PA.format("1.4"), None, evolution="pa"),
-    "ea_aa_mnasnet_075": _mnasnet(0.75, _EA.format("0.75"), "semnasnet_075", evolution="ea"),
-    "ea_aa_mnasnet_100": _mnasnet(1.0, _EA.format("1"), "semnasnet_100", evolution="ea"),
-    "ea_aa_mnasnet_125": _mnasnet(1.25, _EA.format("1.25"), None, evolution="ea"),
-    "ea_aa_mnasnet_140": _mnasnet(1.4, _EA.format("1.4"), None, evolution="ea"),
+_PLAIN = {"075": "semnasnet_075", "100": "semnasnet_100", "125": None, "140": None}
+_ABOUT = {
+    None: "AA-MnasNet of width {:g}, 13 attention layers.",
+    "pa": "PA in AA-MnasNet of width {:g}, alpha 0.5, one convolution; ours.",
+    "ea": "EA in AA-MnasNet of width {:g}, alpha 0.5, beta 1.0; ours.",
 }
+_NETWORKS = {
+    "semnasnet_125": Network(
+        "MnasNet-A1 of width 1.25, which timm lacks.", {"multiplier": 1.25, "attn_stages": ()}
+    )
+}
+for _kind, _about in _ABOUT.items():
+    for _width, _plain in _PLAIN.items():
+        _multiplier = int(_width) / 100
+        _options = {"multiplier": _multiplier}
+        if _kind is not None:
+            _options["evolution"] = _kind
+        _name = f"{_kind}_aa_mnasnet_{_width}" if _kind else f"aa_mnasnet_{_width}"
+        _NETWORKS[_name] = Network(_about.format(_multiplier), _options, plain=_plain)
 _cfg = imagenet_cfg("conv_stem", "classifier", interpolation="bicubic")
 default_cfgs = generate_default_cfgs(dict.fromkeys(_NETWORKS, _cfg))
 register_networks(__name__, AttnMnasNet, _NETWORKS)

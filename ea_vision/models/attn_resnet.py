@@ -270,62 +270,59 @@ class AttnResNet(ResNetStages, ResNet):
 
 
 _DEPTHS = {
-    "34": dict(block=AttnBasicBlock, layers=(3, 4, 6, 3), qk_ratio=0.25, v_ratio=0.125),
-    "50": dict(block=AttnBottleneck, layers=(3, 4, 6, 3)),
-    "101": dict(block=AttnBottleneck, layers=(3, 4, 23, 3)),
-    "152": dict(block=AttnBottleneck, layers=(3, 8, 36, 3)),
+    34: dict(block=AttnBasicBlock, layers=(3, 4, 6, 3), qk_ratio=0.25, v_ratio=0.125),
+    50: dict(block=AttnBottleneck, layers=(3, 4, 6, 3)),
+    101: dict(block=AttnBottleneck, layers=(3, 4, 23, 3)),
+    152: dict(block=AttnBottleneck, layers=(3, 8, 36, 3)),
+}
+_AA_LAYERS = {34: 26, 50: 13, 101: 30, 152: 47}
+# a ResNet-34 of half the width, for photos of 112 pixels: stage 2 attends at 14x14, as stage 3 of 224 pixels
+_HALF = {
+    **_DEPTHS[34],
+    "channels": (32, 64, 128, 256),
+    "img_size": 112,
+    "map_reduction": 8,
+    "num_classes": 6,
 }
 
 
-def _resnet(depth: str, about: str, **kwargs: Any) -> Network:
-    return Network(about, {**_DEPTHS[depth], **kwargs}, plain=f"resnet{depth}")
+def _evolving(kind: str, depth: int) -> Network:
+    """Return a published network, with PA or EA."""
+    alpha = 0.7 if kind == "ea" and depth > 50 else 0.5
+    evolution = "beta 1.0" if kind == "ea" else "one convolution"
+    options = {**_DEPTHS[depth], "evolution": kind}
+    if alpha != 0.5:
+        options["alpha"] = alpha
+    about = f"{kind.upper()}-AA-ResNet-{depth}, alpha {alpha}, {evolution}."
+    return Network(about, options, plain=f"resnet{depth}")
 
 
-def _half_resnet34(about: str, **kwargs: Any) -> Network:
-    """A ResNet-34 of half the width, for photos of 112 pixels: stage 2 attends at 14x14, as stage 3 of 224 pixels."""
-    half = {"channels": (32, 64, 128, 256), "img_size": 112, "map_reduction": 8, "num_classes": 6}
-    return Network(about, {**_DEPTHS["34"], **half, **kwargs})
-
-
-_NETWORKS = {
-    "aa_resnet34": _resnet("34", "AA-ResNet-34, 26 attention layers."),
-    "aa_resnet50": _resnet("50", "AA-ResNet-50, 13 attention layers."),
-    "aa_resnet101": _resnet("101", "AA-ResNet-101, 30 attention layers."),
-    "aa_resnet152": _resnet("152", "AA-ResNet-152, 47 attention layers."),
-    "pa_aa_resnet34": _resnet("34", "PA-AA-ResNet-34, alpha 0.5, one convolution.", evolution="pa"),
-    "pa_aa_resnet50": _resnet("50", "PA-AA-ResNet-50, alpha 0.5, one convolution.", evolution="pa"),
-    "pa_aa_resnet101": _resnet(
-        "101", "PA-AA-ResNet-101, alpha 0.5, one convolution.", evolution="pa"
-    ),
-    "pa_aa_resnet152": _resnet(
-        "152", "PA-AA-ResNet-152, alpha 0.5, one convolution.", evolution="pa"
-    ),
-    "ea_aa_resnet34": _resnet("34", "EA-AA-ResNet-34, alpha 0.5, beta 1.0.", evolution="ea"),
-    "ea_aa_resnet50": _resnet("50", "EA-AA-ResNet-50, alpha 0.5, beta 1.0.", evolution="ea"),
-    "ea_aa_resnet101": _resnet(
-        "101", "EA-AA-ResNet-101, alpha 0.7, beta 1.0.", evolution="ea", alpha=0.7
-    ),
-    "ea_aa_resnet152": _resnet(
-        "152", "EA-AA-ResNet-152, alpha 0.7, beta 1.0.", evolution="ea", alpha=0.7
-    ),
-    "csan_resnet50": _resnet(
-        "50",
-        "CSAN-ResNet-50: AA-ResNet-50 whose stages 2 (here at 28x28) and 3 attend in windows of 7x7 pixels and 3 "
-        "heads; no paper has it.",
-        window=7,
-        head_window=3,
-        head_border="clip",
-        window_stages=(2, 3),
-        map_reduction=8,
-    ),
-    "aa_resnet34_050": _half_resnet34("AA-ResNet-34 of half the width, for photos of 112 pixels."),
-    "pa_aa_resnet34_050": _half_resnet34(
-        "PA-AA-ResNet-34 of half the width, for photos of 112 pixels.", evolution="pa"
-    ),
-    "ea_aa_resnet34_050": _half_resnet34(
-        "EA-AA-ResNet-34 of half the width, for photos of 112 pixels.", evolution="ea"
-    ),
-}
+_NETWORKS = {}
+for _depth, _count in _AA_LAYERS.items():
+    _about = f"AA-ResNet-{_depth}, {_count} attention layers."
+    _NETWORKS[f"aa_resnet{_depth}"] = Network(_about, _DEPTHS[_depth], plain=f"resnet{_depth}")
+for _kind in ("pa", "ea"):
+    for _depth in _DEPTHS:
+        _NETWORKS[f"{_kind}_aa_resnet{_depth}"] = _evolving(_kind, _depth)
+_NETWORKS["csan_resnet50"] = Network(
+    "CSAN-ResNet-50: AA-ResNet-50 whose stages 2 (here at 28x28) and 3 attend in windows of 7x7 pixels and 3 "
+    "heads; no paper has it.",
+    {
+        **_DEPTHS[50],
+        "window": 7,
+        "head_window": 3,
+        "head_border": "clip",
+        "window_stages": (2, 3),
+        "map_reduction": 8,
+    },
+    plain="resnet50",
+)
+for _kind in (None, "pa", "ea"):
+    _prefix = f"{_kind}_aa" if _kind else "aa"
+    _NETWORKS[f"{_prefix}_resnet34_050"] = Network(
+        f"{_prefix.upper().replace('_', '-')}-ResNet-34 of half the width, for photos of 112 pixels.",
+        {**_HALF, "evolution": _kind} if _kind else _HALF,
+    )
 # trained on six kinds of scenes, not on ImageNet
 SHIPPED = ("aa_resnet34_050.scenes", "ea_aa_resnet34_050.scenes")
 _CFGS = {"pa_aa_resnet34_050": scenes_cfg("conv1", "fc")}

@@ -150,35 +150,23 @@ _BASE = dict(patch_size=16, embed_dim=768, depth=12, num_heads=12)
 _SIGLIP = dict(**_BASE, class_token=False, global_pool="avg", fc_norm=False)
 
 
-def _network(kind: str, plain: str, options: dict) -> Network:
-    """Return an evolving network of timm's plain one."""
-    about = (
-        f"{kind.upper()} in timm's {plain}: learnable gates begin at 0, so that it begins as the plain network; "
-        "pretrained weights are timm's, not fine-tuned."
-    )
-    return Network(about, {**options, "evolution": kind})
-
-
-_NETWORKS = {
-    "ea_vit_tiny_patch16_224": _network("ea", "vit_tiny_patch16_224", _TINY),
-    "ea_vit_small_patch16_224": _network("ea", "vit_small_patch16_224", _SMALL),
-    "ea_vit_base_patch16_224": _network("ea", "vit_base_patch16_224", _BASE),
-    "ea_deit_tiny_patch16_224": _network("ea", "deit_tiny_patch16_224", _TINY),
-    "ea_deit_small_patch16_224": _network("ea", "deit_small_patch16_224", _SMALL),
-    "ea_deit_base_patch16_224": _network("ea", "deit_base_patch16_224", _BASE),
-    "ea_vit_base_patch16_siglip_gap_224": _network(
-        "ea", "vit_base_patch16_siglip_gap_224", _SIGLIP
-    ),
-    "pa_vit_tiny_patch16_224": _network("pa", "vit_tiny_patch16_224", _TINY),
-    "pa_vit_small_patch16_224": _network("pa", "vit_small_patch16_224", _SMALL),
-    "pa_vit_base_patch16_224": _network("pa", "vit_base_patch16_224", _BASE),
-    "pa_deit_tiny_patch16_224": _network("pa", "deit_tiny_patch16_224", _TINY),
-    "pa_deit_small_patch16_224": _network("pa", "deit_small_patch16_224", _SMALL),
-    "pa_deit_base_patch16_224": _network("pa", "deit_base_patch16_224", _BASE),
-    "pa_vit_base_patch16_siglip_gap_224": _network(
-        "pa", "vit_base_patch16_siglip_gap_224", _SIGLIP
-    ),
+_PLAIN = {
+    "vit_tiny_patch16_224": _TINY,
+    "vit_small_patch16_224": _SMALL,
+    "vit_base_patch16_224": _BASE,
+    "deit_tiny_patch16_224": _TINY,
+    "deit_small_patch16_224": _SMALL,
+    "deit_base_patch16_224": _BASE,
+    "vit_base_patch16_siglip_gap_224": _SIGLIP,
 }
+_NETWORKS = {}
+for _kind in ("ea", "pa"):
+    for _plain, _options in _PLAIN.items():
+        _NETWORKS[f"{_kind}_{_plain}"] = Network(
+            f"{_kind.upper()} in timm's {_plain}: learnable gates begin at 0, so that it begins as the plain network; "
+            "pretrained weights are timm's, not fine-tuned.",
+            {**_options, "evolution": _kind},
+        )
 
 
 def _cfgs(name: str) -> dict:
