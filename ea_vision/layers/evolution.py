@@ -309,30 +309,27 @@ class _ConvolvedEvolution(Evolution):
     """
 
     part_names = ("conv_logits",)
+    predict = False  # PA's equations, else EA's
+    causal = "none"
 
     def __init__(
         self,
         num_heads: int,
-        *,
         num_layers: int,
-        alpha: float,
-        beta: float,
         kernel_size: int,
-        predict: bool,
+        gates: dict[str, float],
         learnable: bool | str,
-        causal: str = "none",
         **dd,
     ):
         super().__init__()
         check_kernel_size(kernel_size)
-        self.predict = predict  # PA's equations, else EA's
         self.num_prefix_tokens = 0
-        self.causal = causal
         self.reach = kernel_size // 2
-        mixes = learnable if causal == "none" else False  # causal forms keep alpha at 0
-        self.alpha = new_gate("alpha", alpha, mixes, num_heads, **dd)
-        self.beta = 1.0 if predict else new_gate("beta", beta, learnable, num_heads, **dd)
-        self.starts = {"alpha": float(alpha), "beta": float(beta)}
+        self.starts = gates
+        for name, value in gates.items():
+            # causal forms keep alpha at 0
+            learns = learnable if self.causal == "none" or name != "alpha" else False
+            setattr(self, name, new_gate(name, value, learns, num_heads, **dd))
         self.convs = nn.ModuleList()
         for _ in range(num_layers):
             conv = nn.Conv2d(num_heads, num_heads, kernel_size, padding=self.reach, **dd)
@@ -350,7 +347,7 @@ class _ConvolvedEvolution(Evolution):
             nn.init.zeros_(conv.bias)
         for name, gate in self.gates().items():
             if isinstance(gate, nn.Parameter):
-                nn.init.constant_(gate, self.starts[name])
+                nn.init.constant_(gate, float(self.starts[name]))
 
     def forward(
         self,
@@ -515,19 +512,11 @@ class EvolvingAttention(_ConvolvedEvolution):
             raise ValueError(
                 f"causal={causal!r} has no skip connection: leave alpha out, got {alpha}"
             )
-        default = 0.5 if causal == "none" else 0.0
-        super().__init__(
-            num_heads,
-            num_layers=1,
-            alpha=default if alpha is None else alpha,
-            beta=beta,
-            kernel_size=kernel_size,
-            predict=False,
-            learnable=learnable,
-            causal=causal,
-            device=device,
-            dtype=dtype,
-        )
+        if alpha is None:
+            alpha = 0.5 if causal == "none" else 0.0
+        self.causal = causal
+        gates = {"alpha": alpha, "beta": beta}
+        super().__init__(num_heads, 1, kernel_size, gates, learnable, device=device, dtype=dtype)
 
 
 @register_evolution("pa")
@@ -550,6 +539,8 @@ class PredictiveAttention(_ConvolvedEvolution):
 
     identity_start = {"alpha": 0.0, "learnable": True}
     gate_names = ("alpha",)
+    predict = True
+    beta = 1.0
 
     def __init__(
         self,
@@ -563,14 +554,7 @@ class PredictiveAttention(_ConvolvedEvolution):
     ):
         if num_layers < 0:
             raise ValueError(f"num_layers must be 0 or more, got {num_layers}")
+        gates = {"alpha": alpha}
         super().__init__(
-            num_heads,
-            num_layers=num_layers,
-            alpha=alpha,
-            beta=1.0,
-            kernel_size=kernel_size,
-            predict=True,
-            learnable=learnable,
-            device=device,
-            dtype=dtype,
+            num_heads, num_layers, kernel_size, gates, learnable, device=device, dtype=dtype
         )
