@@ -90,7 +90,7 @@ def launches_of(layer: str, dtype: torch.dtype, capability: tuple[int, int]) -> 
         maps = torch.empty(1, N, N, K, dtype=dtype).permute(0, 3, 1, 2)
         tables = (torch.empty(2 * H - 1, D), torch.empty(2 * W - 1, D)) if relative else (None,) * 2
         inputs = [q, k, v, *tables, maps, torch.empty(K, K, 3, 3), torch.empty(K), None, None]
-        options = (0.5, 1.0, False, D**-0.5, 0.0, H, W, 0)
+        options = ([0.5, 1.0, D**-0.5, 0.0], [H, W, 0, 0])
         outputs = triton_attention._run_forward(*inputs, *options, True)
         triton_attention._run_backward(v, maps, inputs, *outputs, *options)
     return launches

@@ -288,19 +288,16 @@ def _dropout(seed: Tensor | None, probability: float) -> Dropout | None:
     return Dropout(seed, round(probability * (1 << 24)), gain)
 
 
-def _prepared(
-    inputs: Sequence[Tensor | None],
-    alpha: float,
-    beta: float,
-    predict: bool,
-    scale: float,
-    dropout_p: float,
-    H: int,
-    W: int,
-    prefix: int,
-):
-    """Return the shares of the logits and of EA's m (see `_shares`), and the kernels' arguments by name."""
+def _prepared(inputs: Sequence[Tensor | None], numbers: Sequence[float], sizes: Sequence[int]):
+    """Return the shares of the logits and of EA's m (see `_shares`), and the kernels' arguments by name.
+
+    Args:
+        numbers: alpha, beta, scale and the dropout's probability.
+        sizes: the map's H and W, the number of tokens before it, and whether PA is computed, 0 or 1.
+    """
     q, k, v, height_rel, width_rel, prev_logits, weight, bias, gates, seed = inputs
+    alpha, beta, scale, dropout_p = numbers
+    H, W, prefix, predict = sizes
     shares, mixing = _shares(
         prev_logits is not None, weight is not None, alpha, beta, predict, gates
     )
@@ -360,23 +357,15 @@ def _run_forward(
     bias: Tensor | None,
     gates: Tensor | None,
     seed: Tensor | None,
-    alpha: float,
-    beta: float,
-    predict: bool,
-    scale: float,
-    dropout_p: float,
-    height: int,
-    width: int,
-    prefix: int,
+    numbers: list[float],
+    sizes: list[int],
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute and return `_outputs`."""
     from ea_vision.ops import triton_kernels
 
     inputs = q, k, v, height_rel, width_rel, prev_logits, weight, bias, gates, seed
-    shares, mixing, common = _prepared(
-        inputs, alpha, beta, predict, scale, dropout_p, height, width, prefix
-    )
+    shares, mixing, common = _prepared(inputs, numbers, sizes)
     maps = common["maps"]
     dropout = common["dropout"]
 
@@ -392,7 +381,7 @@ def _run_forward(
             mixed = _new_maps(q)
             evolve(maps, *mixing, logits=mixed)
             maps = mixed
-        out, logits, lse, signs = _outputs(q, v, shares, prefix, save)
+        out, logits, lse, signs = _outputs(q, v, shares, sizes[2], save)
         # convolution and softmax of more than 8 heads do not fit into one kernel
         result = {"dropout": dropout, "out": out, "lse": lse}
         S = common["S"]
@@ -412,23 +401,10 @@ _forward = torch.library.custom_op(
 
 
 @_forward.register_fake
-def _(
-    q,
-    k,
-    v,
-    height_rel,
-    width_rel,
-    prev_logits,
-    weight,
-    bias,
-    gates,
-    seed,
-    alpha,
-    beta,
-    predict,
-    *rest,
-):
-    *_, prefix, save = rest
+def _(q, k, v, *rest):
+    *_, prev_logits, weight, _, gates, _, numbers, sizes, save = rest
+    alpha, beta, *_ = numbers
+    *_, prefix, predict = sizes
     shares, _ = _shares(prev_logits is not None, weight is not None, alpha, beta, predict, gates)
     return _outputs(q, v, shares, prefix, save)
 
@@ -555,22 +531,15 @@ def _run_backward(
     logits: Tensor,
     lse: Tensor,
     signs: Tensor,
-    alpha: float,
-    beta: float,
-    predict: bool,
-    scale: float,
-    dropout_p: float,
-    height: int,
-    width: int,
-    prefix: int,
+    numbers: list[float],
+    sizes: list[int],
 ) -> list[Tensor]:
     """Return gradients of all `inputs` except the seed: one tensor for both tables, empty ones for missing inputs."""
     from ea_vision.ops import triton_kernels
 
     q, _, _, height_rel, width_rel, _, weight, bias, gates, _ = inputs
-    (conv, kept, own), mixing, common = _prepared(
-        inputs, alpha, beta, predict, scale, dropout_p, height, width, prefix
-    )
+    (conv, kept, own), mixing, common = _prepared(inputs, numbers, sizes)
+    scale = common["scale"]
     mixes = mixing is not None
     _, prev_share, own_share = mixing if mixes else (None, 1.0, own)
     prev_share = 0.0 if prev_share is None else prev_share
@@ -682,7 +651,7 @@ def _differentiate(ctx, d_out, d_logits, d_lse, d_signs):
     input_gradients = []
     for x, gradient in zip(inputs[:9], gradients, strict=True):
         input_gradients.append(None if x is None else gradient.to(x.dtype))
-    return (*input_gradients, *(None,) * 10)
+    return (*input_gradients, *(None,) * 4)
 
 
 _forward.register_autograd(_differentiate, setup_context=_keep)
@@ -763,14 +732,8 @@ class Triton(Implementation):
         learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
         out, logits, _, _ = _forward(
             *inputs,
-            alpha=float(alpha),
-            beta=float(beta),
-            predict=p.predict,
-            scale=float(p.scale),
-            dropout_p=float(p.dropout_p),
-            height=p.feat_size[0],
-            width=p.feat_size[1],
-            prefix=p.num_prefix_tokens,
+            numbers=[float(number) for number in (alpha, beta, p.scale, p.dropout_p)],
+            sizes=[*p.feat_size, p.num_prefix_tokens, int(p.predict)],
             save=p.need_logits or learns,
         )
         return out, logits if p.need_logits else None

@@ -153,15 +153,36 @@ def test_gradient_of_the_weight_lies_as_the_weight():
 
 
 @kernels
+@pytest.mark.parametrize("kind", ["ea", "pa"])
+def test_gradients_may_lie_in_any_way(kind):
+    """As they arrive after a cat along any axis, and after a sum."""
+    x = {name: t.requires_grad_() for name, t in new(kind, (2, 3), 4, 8, 3).items()}
+    options = dict(feat_size=(2, 3), predict=kind == "pa", implementation="triton")
+    results = evolving_attention(**x, **options)
+
+    def grads(*gradients):
+        return torch.autograd.grad(results, list(x.values()), gradients, retain_graph=True)
+
+    plain = [torch.randn_like(y).contiguous() for y in results]
+    expected = grads(*plain)
+    for axis in range(4):
+        parts = [torch.cat([y.new_ones(y.shape), y], axis).chunk(2, axis)[1] for y in plain]
+        torch.testing.assert_close(grads(*parts), expected, atol=0, rtol=0)
+    ones = [torch.ones_like(y).contiguous() for y in results]
+    expanded = [y.new_ones(()).expand(y.shape) for y in results]
+    torch.testing.assert_close(grads(*expanded), grads(*ones), atol=0, rtol=0)
+
+
+@kernels
 @pytest.mark.parametrize("predict, learns", ((False, True), (True, True), (False, False)))
 def test_operator_is_well_formed(predict, learns):
     """Schema, fake tensors, and a traced graph with symbolic sizes, as torch checks them."""
     tensors = [t.requires_grad_(learns) for t in new("ea", (1, 2), 4, 4, 2).values()]
     gates = None if predict else torch.rand(2, 4, device=DEVICE, requires_grad=learns)
     seed = torch.tensor([5], device=DEVICE)
-    numbers = (0.5, 1.0, predict, 0.5, 0.2, 1, 2, 0, learns)
+    options = ([0.5, 1.0, 0.5, 0.2], [1, 2, 0, int(predict)], learns)
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    arguments = (*tensors, gates, seed, *numbers)
+    arguments = (*tensors, gates, seed, *options)
     torch.library.opcheck(ours._forward, arguments, test_utils=checks)
 
 
