@@ -21,9 +21,13 @@ from ea_vision.engine.config import (
     option,
     setting,
 )
+from ea_vision.engine.data_module import DataModule
 from ea_vision.engine.draw_maps import MapsPictures, check_has_maps
 from ea_vision.engine.evaluate import VIEWS, autocast, evaluate
 from ea_vision.engine.train import Trainer
+from ea_vision.zoo.create import REFUSALS, load_network
+from ea_vision.zoo.preparation import image_statistics, set_image_statistics
+from ea_vision.zoo.source import source_of
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +59,12 @@ class ClassificationConfig(TrainConfig):
         LOSS,
         maximum=1.0,
         goes_with="bce_loss",
+    )
+    teacher: str = option(
+        "",
+        "distil from a network (see --evaluate; with fusion=add the plain one, say): half of the loss is "
+        "the Kullback-Leibler divergence from its probabilities of the same images; empty: none",
+        LOSS,
     )
     mixup: float = option(0.0, "alpha of mixup; 0: off", AUGMENT)
     cutmix: float = option(0.0, "alpha of cutmix; 0: off", AUGMENT)
@@ -111,7 +121,10 @@ class ClassificationTrainer(Trainer):
     def __init__(self, data, *args):
         super().__init__(data, *args)
         config = self.config
-        self.mix = self.erase = None
+        self.mix = self.erase = self.teacher = None
+        if config.teacher:
+            self.teacher = create_teacher(data).to(self.world.device)
+            self.teacher_statistics = image_statistics(self.teacher)
         if config.mixes:
             self.mix = Mixup(
                 config.mixup,
@@ -162,4 +175,43 @@ class ClassificationTrainer(Trainer):
             images = images.contiguous(memory_format=torch.channels_last)
         with autocast(config.amp, self.world.device):
             logits = self.net(images)
-        return self.loss_of(logits.float(), targets)
+            if self.teacher is not None:
+                taught = self._taught(images)
+        loss = self.loss_of(logits.float(), targets)
+        if self.teacher is None:
+            return loss
+        divergence = F.kl_div(
+            logits.float().log_softmax(1), taught, reduction="batchmean", log_target=True
+        )
+        return (loss + divergence) / 2
+
+    @torch.no_grad()
+    def _taught(self, images: Tensor) -> Tensor:
+        """Return the logarithms of the teacher's probabilities (B, classes), of the student's images (B, 3, H, W)."""
+        loader = self.train_loader
+        mean, std = images.new_tensor(self.teacher_statistics)[:, :, None, None]
+        shown = images * loader.std[:, None, None] + loader.mean[:, None, None]
+        return self.teacher((shown - mean) / std).float().log_softmax(1)
+
+
+def create_teacher(data: DataModule) -> nn.Module:
+    """Return the network that --teacher names, in evaluation mode.
+
+    Raises:
+        UsageError: there is no such network, or it has no weights, other classes, or images of another size.
+    """
+    config = data.config
+    source = source_of(config.teacher)
+    source.check_kind()
+    target = f"--teacher {config.teacher}"
+    if not source.has_weights:
+        raise UsageError(f"{target} must have trained weights")
+    teacher, _ = load_network(source)
+    set_image_statistics(teacher, source.note)
+    data.check_network(teacher, source.note, target)
+    try:
+        with torch.no_grad():
+            teacher(torch.zeros(1, 3, config.img_size, config.img_size))
+    except REFUSALS as error:
+        raise UsageError(f"{target} does not take {config.img_size} pixels: {error}") from error
+    return teacher.requires_grad_(False)

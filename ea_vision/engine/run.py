@@ -37,7 +37,7 @@ from ea_vision.engine.signals import StoppedAtOnce, StopRequest
 from ea_vision.engine.step_log import log_to_stdout
 from ea_vision.engine.train import Trainer
 from ea_vision.zoo.create import create_classifier
-from ea_vision.zoo.source import check_model_name
+from ea_vision.zoo.source import check_model_name, source_of
 from ea_vision.zoo.weights_file import read_weights
 
 log = logging.getLogger(__name__)
@@ -206,12 +206,14 @@ def check_names(module: type[DataModule], config: TrainConfig) -> None:
 
 
 def check_beginning(config: TrainConfig, folder: Path) -> None:
-    """Raise UsageError if the weights or the checkpoint with which a run begins do not exist. A stopped run creates its
-    network with these weights again; a complete run needs neither."""
+    """Raise UsageError if the weights, the teacher or the checkpoint with which a run begins do not exist. A stopped
+    run creates its network with these weights again; a complete run needs none of them."""
     weights = config.pretrained_path
     complete = os.path.exists(folder / run_folder.RESULTS)
     if weights and not complete and not os.path.exists(weights):
         raise UsageError(f"--pretrained-path {weights} does not exist")
+    if getattr(config, "teacher", "") and not complete:
+        source_of(config.teacher)
     source = config.resume
     begun = os.path.exists(folder / run_folder.CONFIG)
     if source not in ("auto", "none") and not begun and not os.path.exists(source):

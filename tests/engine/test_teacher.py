@@ -1,0 +1,107 @@
+"""--teacher: the loss by hand, a teacher that is the student, and what is refused.
+
+`_batch_loss` is what each trainer defines for its task; a run shows its mean over an epoch alone."""
+
+import json
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+
+from ea_vision.base.files import atomic_write
+from ea_vision.engine import run_folder
+from ea_vision.engine.config import resolve
+from ea_vision.engine.run import put_together
+from ea_vision.engine.signals import StopRequest
+from ea_vision.engine.train_cifar import CifarConfig, SmallImages
+from ea_vision.models.note import NOTE
+from ea_vision.zoo.weights_file import encode_weights
+from tests.engine.runner import CPU, arguments, make_folder, same_result, stopped, train
+
+MODEL = "test_vit"  # without batch statistics and dropout: it computes the same in training
+STATISTICS = {"mean": [0.2, 0.3, 0.4], "std": [0.5, 0.6, 0.7]}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return make_folder(tmp_path_factory.mktemp("data"))
+
+
+def write_weights(path, classes=3):
+    """Write random weights of a network, with their note."""
+    kwargs = {"num_classes": classes, "img_size": 32}
+    model = timm.create_model(MODEL, **kwargs)
+    about = {"model": MODEL, "model_kwargs": kwargs, **STATISTICS}
+    atomic_write(path, encode_weights(model.state_dict(), {NOTE: json.dumps(about)}))
+    return model.eval()
+
+
+def begin(data, folder, **options):
+    """Return the training loop of a run and its first batch."""
+    common = {"dataset": "folder", "data_dir": str(data), "model": MODEL, "recipe": "none"}
+    sizes = {"img_size": 32, "batch_size": 8, "device": "cpu", "smoothing": 0.1}
+    config = resolve(CifarConfig, {**common, **sizes, **options})
+    trainer, _ = put_together(SmallImages(config, CPU, training=True), folder, StopRequest())
+    images, targets, _ = next(trainer.train_loader.batches(0))
+    return trainer, images, targets
+
+
+def test_half_of_the_loss_is_the_divergence_from_the_teacher(data, tmp_path):
+    """The teacher sees the student's images, normalised by its own mean and std."""
+    path = tmp_path / "teacher.safetensors"
+    teacher = write_weights(path)
+    trainer, images, targets = begin(data, tmp_path / "run", teacher=str(path))
+    loss = trainer._batch_loss(images, targets)
+    loss.backward()
+    student = {name: weight.grad.clone() for name, weight in trainer.model.named_parameters()}
+    trainer.model.zero_grad()
+    logits = trainer.model(images)
+    loader = trainer.train_loader
+    mean, std = (torch.tensor(STATISTICS[name]).view(3, 1, 1) for name in ("mean", "std"))
+    shown = images * loader.std.view(3, 1, 1) + loader.mean.view(3, 1, 1)
+    with torch.no_grad():
+        likely = teacher((shown - mean) / std).softmax(1)
+    divergence = (likely * (likely.log() - logits.softmax(1).log())).sum(1).mean()
+    expected = F.cross_entropy(logits, targets, label_smoothing=0.1) / 2 + divergence / 2
+    torch.testing.assert_close(loss, expected)
+    expected.backward()
+    for name, weight in trainer.model.named_parameters():
+        torch.testing.assert_close(student[name], weight.grad, atol=1e-6, rtol=1e-4)
+    assert not any(weight.requires_grad for weight in trainer.teacher.parameters())
+
+
+def test_a_network_is_at_no_distance_from_the_one_with_which_it_begins(data, tmp_path):
+    path = tmp_path / "teacher.safetensors"
+    write_weights(path)
+    begins = {"pretrained_path": str(path), **STATISTICS}
+    trainer, images, targets = begin(data, tmp_path / "run", teacher=str(path), **begins)
+    alone, _, _ = begin(data, tmp_path / "alone", **begins)
+    twice = 2 * trainer._batch_loss(images, targets)
+    torch.testing.assert_close(twice, alone._batch_loss(images, targets), atol=1e-6, rtol=1e-6)
+
+
+def test_a_stopped_run_goes_on_with_its_teacher(data, tmp_path):
+    path = tmp_path / "teacher.safetensors"
+    write_weights(path)
+    more = f"--teacher {path} --model {MODEL} --img-size 32"
+    whole, stops = ([*arguments(data, tmp_path / name, more)] for name in ("whole", "stops"))
+    for argv in (whole, stops):
+        argv[argv.index("--model-kwargs") + 1] = "drop_rate=0.1"
+    train(whole)
+    stopped(stops, 7)
+    train(stops)
+    same_result(tmp_path / "whole", tmp_path / "stops")
+    assert run_folder.read_config(tmp_path / "stops")[0]["teacher"] == str(path)
+
+
+def test_other_teachers_are_one_line(data, tmp_path, refusal):
+    other = tmp_path / "other.safetensors"
+    write_weights(other, classes=4)
+    for teacher, message in (
+        (str(other), "has 4 classes, the data 3"),
+        (str(tmp_path / "nowhere"), "nowhere"),
+        ("aa_resnet50", "must have trained weights"),
+    ):
+        argv = arguments(data, tmp_path / "run", "--img-size 32 --teacher", teacher)
+        assert message in refusal(argv)
