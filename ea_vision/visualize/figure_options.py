@@ -199,14 +199,19 @@ def save(figure: Figure, output: Path, dpi: int) -> None:
 
 
 def run_figure(
-    options: argparse.Namespace, plot: Callable[..., Figure], together: bool = False
+    options: argparse.Namespace,
+    plot: Callable[..., Figure],
+    *,
+    together: bool | str = False,
+    others: Sequence[Path] = (),
 ) -> int:
     """Draw and write a command's figures, one per image, with a progress bar; print their names at the end.
 
     Args:
         options: from `make_parser`. Those named in SHARED are passed to `plot`.
         plot: a function `plot_*`, called with the models and one image.
-        together: with one model, call `plot` once with the list of all images.
+        together: call `plot` once with the list of all images: with one model, or "always".
+        others: further files that `plot` writes.
     """
     images = find_images(options.images)
     output = check_output(Path(options.output), options.suffixes)
@@ -216,16 +221,17 @@ def run_figure(
         models = epochs_of(targets, load)
     else:
         models = [load(target) for target in targets]
-    together = together and len(models) == 1 and len(images) > 1
-    jobs = [images] if together else images
-    outputs = _outputs(output, jobs)
+    drawn = images[: getattr(options, "limit", None)]
+    in_one = together == "always" or (together and len(models) == 1 and len(images) > 1)
+    jobs = [drawn] if in_one else drawn
+    outputs = [*_outputs(output, jobs), *others]
     check_keeps_images(outputs, images)
     keywords = {name: getattr(options, name) for name in SHARED if name in options}
     FigureRequest(models, **keywords).points()  # refuses invalid options before any work
-    for path in images:  # a broken image ends the command before the first picture
+    for path in drawn:  # a broken image ends the command before the first picture
         read_image(path)
     progress = tqdm(jobs, unit="image", disable=len(jobs) == 1 or None)
-    for job, path in zip(progress, outputs, strict=True):
+    for job, path in zip(progress, outputs, strict=False):
         save(plot(models, job, **keywords), path, options.dpi)
     print("written:", *outputs)
     return 0

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -15,16 +16,15 @@ from tqdm import tqdm
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.figures import PAGE, check_width, color_cycle
-from ea_vision.base.files import atomic_write, check_keeps_images
+from ea_vision.base.files import atomic_write
 from ea_vision.base.print import legend_below, new_figure, points, print_style, small_ticks, wrapped
 from ea_vision.models.modes import evaluating
 from ea_vision.recorder.quantities import LayerQuantities, measure, quantities_csv
 from ea_vision.recorder.selection import positive
-from ea_vision.visualize.figure_options import DEMO, check_output, loader, make_parser, save
+from ea_vision.visualize.figure_options import check_output, make_parser, run_figure
 from ea_vision.visualize.figure_request import FigureRequest, Layers, Models, refuse_arguments
 from ea_vision.visualize.image_maps import AnyImage, as_batch, as_images, title_of
 from ea_vision.visualize.map_style import STYLE_FIELDS
-from ea_vision.zoo.inputs import find_images, read_image
 from ea_vision.zoo.loaded import LoadedModel
 
 EXAMPLES = """\
@@ -35,10 +35,21 @@ MARKERS = "osD^vP*"
 
 
 def plot_statistics(
-    models: Models, images: AnyImage | Sequence[AnyImage], layers: Layers = None, **how
+    models: Models,
+    images: AnyImage | Sequence[AnyImage],
+    layers: Layers = None,
+    *,
+    csv: Path | None = None,
+    batch_size: int = 16,
+    **how,
 ) -> Figure:
     """Draw entropy, distance, correlation with the previous layer's map and share of position alone by layer and head,
-    as means over images. See `ea_vision.visualize.figure_request` for the arguments.
+    as means over images, with a progress bar in a terminal.
+
+    Args:
+        models, images, layers, **how: see `ea_vision.visualize.figure_request`.
+        csv: file for the numbers, one row per model, layer and head.
+        batch_size: images at a time.
 
     Raises:
         UsageError: no image.
@@ -46,20 +57,17 @@ def plot_statistics(
     refuse_arguments("plot_statistics", how, heads="it draws all", queries="it averages them")
     refuse_arguments("plot_statistics", how, **dict.fromkeys(STYLE_FIELDS, "it draws numbers"))
     request = FigureRequest(models, layers, **how)
-    return draw_statistics(_measured(request, as_images(images)), width=request.width)
-
-
-def _measured(
-    request: FigureRequest, images: Sequence[AnyImage], batch_size: int = 16
-) -> dict[str, list[LayerQuantities]]:
-    """Measure each model, with a progress bar in a terminal; return its quantities by its title."""
+    images = as_images(images)
     request.record(images[0])  # finds the layers that have queries of pixels
     measured = {}
     for model, numbers in zip(request.models, request.numbers, strict=True):
         with evaluating(model.model):
             batches = _batches(model, images, batch_size)
             measured[title_of(model)] = measure(model.model, batches, numbers)
-    return measured
+    figure = draw_statistics(measured, width=request.width)
+    if csv:
+        atomic_write(csv, quantities_csv(measured).encode())
+    return figure
 
 
 def _batches(model: LoadedModel, images: Sequence[AnyImage], size: int) -> Iterator[Tensor]:
@@ -226,19 +234,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--batch-size", type=positive, default=16, help="images at a time (default: %(default)s)"
     )
     options = parser.parse_args(argv)
-    written = [check_output(Path(options.output), options.suffixes)]
-    if options.csv:
-        written.append(check_output(Path(options.csv), (".csv",), "--csv"))
-    load = loader(options)
-    request = FigureRequest([load(target) for target in options.model or DEMO], options.layers)
-    images = find_images(options.images)
-    check_keeps_images(written, images)
-    images = images[: options.limit]
-    for path in images:  # a broken one ends the command before any work
-        read_image(path)
-    measured = _measured(request, images, options.batch_size)
-    save(draw_statistics(measured, width=options.width), written[0], options.dpi)
-    if options.csv:
-        atomic_write(written[1], quantities_csv(measured).encode())
-    print("written:", *written)
-    return 0
+    others = [check_output(Path(options.csv), (".csv",), "--csv")] if options.csv else []
+    plot = partial(plot_statistics, csv=(others or [None])[0], batch_size=options.batch_size)
+    return run_figure(options, plot, together="always", others=others)
