@@ -11,6 +11,7 @@ import base64
 import html
 import io
 import json
+import logging
 import math
 import re
 import sys
@@ -37,12 +38,14 @@ from ea_vision.recorder.selection import positive
 from ea_vision.visualize.figure_options import DEMO, check_output, loader, make_parser
 from ea_vision.visualize.figure_request import FigureRequest, Layers, Models, only
 from ea_vision.visualize.image_maps import add_own_alone, as_images, before_shares, equation, record
-from ea_vision.visualize.map_style import CHANGE_MAP, SIGNED_MAP
+from ea_vision.visualize.map_style import CHANGE_MAP, SIGNED_MAP, MapStyle, norm_of
+from ea_vision.visualize.rollout import evidence_of
 from ea_vision.visualize.run_epochs import epochs_of, run_label
-from ea_vision.visualize.tiles import MEAN, OWN_ALONE
+from ea_vision.visualize.tiles import MEAN, OWN_ALONE, Recording, in_fog
 from ea_vision.zoo.inputs import ImageSource, find_images, names_of, read_image
 from ea_vision.zoo.loaded import LoadedModel
 
+log = logging.getLogger(__name__)
 EXAMPLES = """\
   ea-vision explore --model ea_conv_transformer_cifar -o page.html photo.jpg
   ea-vision explore --model runs/ea --model runs/aa -o page.html cat.png dog.png
@@ -59,6 +62,7 @@ MEGABYTE = 1_000_000
 HIDDEN = 255  # the code of -inf
 MOST_OBJECTS = 9  # of a detector, shown per image
 LEAST_SCORE = 0.3
+EVIDENCE_HEIGHT = 96  # pixels of a class's picture
 
 
 # ---- images ---------------------------------------------------------------------------------------------------------
@@ -244,6 +248,7 @@ class Explorer:
         elif model.num_classes:
             logits = getattr(seen.output, "logits", seen.output)
             predictions = model.likeliest(logits[0].float().softmax(-1), 3)
+            _add_evidence(predictions, seen)
         else:
             predictions = []
         photo = (seen.pixels() * 255).round().astype(np.uint8)
@@ -320,6 +325,23 @@ def _mixes_own(model: nn.Module, layers: Sequence[AttentionLayer]) -> bool:
     if no layer convolves."""
     shares = [before_shares(model, layer.name) for layer in layers]
     return any("self_logits" in share for share in shares) or not any(shares)
+
+
+def _add_evidence(predictions: Sequence[dict], seen: Recording) -> None:
+    """Add to each class a picture of the photo in fog where there is less of its evidence than on average. If the maps
+    have no gradients, log why there is none."""
+    norm = norm_of([np.ones(1)], MapStyle(style="fog"))
+    height, width = seen.img_size
+    size = (round(EVIDENCE_HEIGHT * width / height), EVIDENCE_HEIGHT)
+    for prediction in predictions:
+        try:
+            values = evidence_of(seen, prediction["index"])
+        except UsageError as error:
+            log.warning("the page shows no evidence of classes: %s", error)
+            return
+        photo, _ = in_fog(seen.pixels(), values, norm)
+        picture = Image.fromarray((photo * 255).round().astype(np.uint8))
+        prediction["evidence"] = data_url(np.asarray(picture.resize(size)))
 
 
 def _objects(

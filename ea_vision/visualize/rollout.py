@@ -8,6 +8,7 @@ out."""
 from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
 import torch
 from matplotlib.figure import Figure
 from torch import nn
@@ -151,29 +152,53 @@ def _asking(recording: Recording) -> list[LayerMaps]:
     return with_pixels
 
 
+def evidence_of(recording: Recording, target: int) -> np.ndarray:
+    """Return the evidence of a class in the class token, or where there is none in all pixels: (H, W), in units of its
+    mean.
+
+    Raises:
+        UsageError: see `ea_vision.recorder.class_evidence.add_class_evidence`, and layers without queries of pixels.
+    """
+    number = torch.tensor([target], device=recording.model.device)
+    add_class_evidence(recording.model.model, recording.batch, recording.maps, number)
+    layers = _asking(recording)
+    return _summary(_rollout(layers, of_class=True), layers[-1], True)[0]
+
+
+def _rollout(layers: Sequence[LayerMaps], of_class: bool) -> np.ndarray:
+    """Return the rollout of a class's evidence, or of attention, for each token of the last layer: (T', H, W), in units
+    of uniform attention."""
+    first = layers[0]
+    maps = {layer.number: layer for layer in layers}
+    [shares] = class_rollout(maps) if of_class else attention_rollout(maps)  # (T', T)
+    rollout = shares[:, first.num_prefix_tokens :]
+    if of_class:
+        rollout = rollout / rollout.sum(-1, keepdim=True).clamp_min(TINY) * rollout.shape[-1]
+    else:
+        rollout = rollout * shares.shape[-1]
+    return rollout.unflatten(-1, first.feat_size).cpu().numpy()
+
+
+def _summary(rollout: np.ndarray, last: LayerMaps, of_class: bool) -> tuple[np.ndarray, str]:
+    """Return the mean over all pixels, or of a class's evidence that of the class token, and its name."""
+    if of_class and "cls" in last.prefix_names:
+        return rollout[last.token("cls")], "class token"
+    return rollout[last.num_prefix_tokens :].mean(0), "all pixels"
+
+
 def _block(
     recording: Recording, img_size: Size, points: Sequence[Query], style: MapStyle, class_name: str
 ) -> Block:
     """Return a block with the model's name and one row in units of uniform attention: one tile per query, in pixels of
-    an input of `img_size`, and one tile of the mean over all pixels, or of a class's evidence in the class token."""
+    an input of `img_size`, and one tile of all queries together, see `_summary`."""
     layers = _asking(recording)
-    layer_of_number = {layer.number: layer for layer in layers}
-    first = layers[0]
     last = layers[-1]
-    prefix = first.num_prefix_tokens
-    name = f"{title_of(recording.model)}, {layers_name(list(layer_of_number))}"
+    rollout = _rollout(layers, bool(class_name))
+    name = f"{title_of(recording.model)}, {layers_name([layer.number for layer in layers])}"
+    part = "attn_rollout"
     if class_name:
-        part = "attn_evidence"
         name = f"{class_name}: {name}"
-        [shares] = class_rollout(layer_of_number)  # (T', T)
-        on_pixels = shares[:, prefix:]
-        on_pixels = on_pixels / on_pixels.sum(-1, keepdim=True).clamp_min(TINY)
-        rollout = on_pixels * on_pixels.shape[-1]
-    else:
-        part = "attn_rollout"
-        [shares] = attention_rollout(layer_of_number)
-        rollout = shares[:, prefix:] * shares.shape[-1]
-    rollout = rollout.unflatten(-1, first.feat_size).cpu().numpy()
+        part = "attn_evidence"
     tiles = []
     for number, point in enumerate(points, start=1):
         place = cell_of(point, img_size, recording.img_size)
@@ -181,11 +206,8 @@ def _block(
         title = f"query {number}"
         where = {"point": place, "number": number, "cells": last.feat_size}
         tiles.append(map_of(row, recording, style, title, part=part, **where))
-    if class_name and "cls" in last.prefix_names:
-        mean, title = rollout[last.token("cls")], "class token"
-    else:
-        mean, title = rollout[last.num_prefix_tokens :].mean(0), "all pixels"
-    tiles.append(map_of(mean, recording, style, title, part=part))
+    values, title = _summary(rollout, last, bool(class_name))
+    tiles.append(map_of(values, recording, style, title, part=part))
     if _has_convolutions(recording.model.model):
         name += "; approximation: convolutions left out"
     if len(layers) < len(recording.maps):

@@ -2,6 +2,7 @@
 
 import base64
 import html
+import io
 import json
 import re
 import zlib
@@ -14,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
+from PIL import Image
 from torch import nn
 
 from ea_vision.base.errors import UsageError
@@ -229,3 +231,17 @@ def test_what_has_no_classifier_has_no_predictions(name):
     ):
         with pytest.raises(UsageError, match="classifies .* required, .* has no classifier"):
             predicts()
+
+
+def test_each_class_has_a_picture_of_its_evidence():
+    """Of the likeliest class it is what `plot_rollout` draws."""
+    image = picture(0)
+    entry = entries_of(show_page("ea_conv_transformer_cifar", image).text)[0]["models"][0]
+    pictures = [prediction["evidence"] for prediction in entry["predictions"]]
+    assert len(set(pictures)) == 3
+    figure = plot_rollout("ea_conv_transformer_cifar", image, target="predicted", style="fog")
+    [drawn] = [axes.images[0].get_array() for axes in figure.axes if not axes.get_label()]
+    data = base64.b64decode(pictures[0].partition(",")[2])
+    shown = Image.open(io.BytesIO(data))
+    expected = Image.fromarray((drawn * 255).astype(np.uint8)).resize(shown.size)
+    assert np.abs(np.asarray(shown, float) - np.asarray(expected, float)).mean() < 2

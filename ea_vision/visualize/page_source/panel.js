@@ -53,8 +53,10 @@ export class Panel {
     this.logits.addEventListener("toggle", actions.redraw);
     this.how = element("div", { class: "how" }, this.howTitle, this.howRow, this.howNote, this.logits);
     this.blocks = element("div", { class: "blocks", role: "group", "aria-label": `tiles of ${model.label}` });
+    this.evidenceRow = element("div", { class: "row" });
+    this.evidence = element("details", {}, element("summary", {}, "why these classes? the evidence in the maps"), this.evidenceRow);
     this.sheet = element("div", { class: "sheet" },
-      element("h3", {}, `All layers × heads, and the mean of heads${count > 1 ? `: ${name}` : ""}`), this.blocks);
+      element("h3", {}, `All layers × heads, and the mean of heads${count > 1 ? `: ${name}` : ""}`), this.blocks, this.evidence);
     this.node = element("section", { class: "model", "aria-labelledby": id },
       element("div", { class: "part" }, element("header", {},
         element("h2", { id }, name, element("span", { class: "run" }, run.join(", "))), this.predictions, this.caption), this.layerRow),
@@ -77,6 +79,10 @@ export class Panel {
       this.equation.textContent = entry.equation; // learned gates differ from epoch to epoch
       this.predictions.replaceChildren(...entry.predictions.map(({ name, probability }) => element("li", {}, name,
         element("span", { class: "probability" }, `${(100 * probability).toFixed(1)}%`))));
+      const shown = entry.predictions.filter(({ evidence }) => evidence);
+      this.evidence.hidden = !shown.length;
+      this.evidenceRow.replaceChildren(...shown.map(({ name, evidence }) => element("div", { class: "cell" },
+        element("img", { src: evidence, alt: `evidence of ${name}` }), element("span", {}, name))));
     };
   }
 
