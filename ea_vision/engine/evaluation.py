@@ -103,21 +103,19 @@ def options_of(schema: type, source: Source, given: dict) -> Any:
         raise UsageError(
             f"--evaluate {target} needs the trainer of {origin}: ea-vision {trainer} --evaluate {target}"
         )
+    options = source.options
     if source.run is None:
-        kwargs = {}
-        for key, value in source.kwargs.items():
-            if key not in DATA_KEYWORDS:
-                kwargs[key] = value
-        defaults = {"model": source.name, "model_kwargs": kwargs, **source.options}
-        if "img_size" in source.kwargs:  # all that older releases' weights say
-            defaults.setdefault("img_size", source.kwargs["img_size"])
-        return resolve(schema, {**defaults, **given})
+        kwargs = {key: value for key, value in source.kwargs.items() if key not in DATA_KEYWORDS}
+        options = {"model": source.name, "model_kwargs": kwargs, **options}
+        if "img_size" in source.kwargs:  # all that some weights say
+            options.setdefault("img_size", source.kwargs["img_size"])
     for key in ("model", "model_kwargs"):
-        if key in given and given[key] != source.options.get(key):
+        if given.get(key, options.get(key)) != options.get(key):
             raise UsageError(
-                f"--evaluate {target} is a run with {key} {source.options.get(key)!r}, got "
-                f"{given[key]!r}"
+                f"--evaluate {target} has {key} {options.get(key)!r}, got {given[key]!r}"
             )
+    if source.run is None:
+        return resolve(schema, {**options, **given})
     return resolve(schema, {"recipe": str(source.run / CONFIG), **given})
 
 

@@ -166,9 +166,14 @@ class LoadedModel:
         weights = [weight for weight in self.model.parameters() if weight.is_floating_point()]
         return batch.to(weights[0].dtype) if weights else batch
 
-    def check_channels(self, refusal: RuntimeError) -> None:
-        """Raise UsageError if a forward's error says that the network takes images of another number of channels."""
-        if "channels" not in str(refusal):  # as a convolution says it
+    def check_channels(self, refusal: RuntimeError | None = None) -> None:
+        """Raise UsageError if the network takes images of another number of channels than 3.
+
+        refusal: error of a forward that did not work; one without the word channels has another reason.
+        """
+        if refusal is not None and "channels" not in str(refusal):  # as a convolution says it
+            return
+        if not any(isinstance(module, nn.Conv2d) for module in self.model.modules()):
             return
         channels = input_channels(self.model)
         if channels != 3:
@@ -223,9 +228,10 @@ def preprocess(
         mean, std: three numbers each, for images in 0..1; default: the network's.
 
     Raises:
-        UsageError: no such model, no image, or a processor that does not make one image of three channels.
+        UsageError: no such model, no image, or a network or processor for other than one image of three channels.
     """
     loaded = as_model(model, processor=processor, mean=mean, std=std)
+    loaded.check_channels()
     return loaded.input_of(as_image(image))[None]
 
 

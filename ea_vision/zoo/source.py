@@ -88,12 +88,14 @@ def source_of(target: str, **kwargs: Any) -> Source:
         kwargs: further keywords of a model that is not of a run or file.
 
     Raises:
-        UsageError: there is no such model, run or file, or a file does not name its network.
+        UsageError: there is no such model, run or file, a file does not name its network, or keywords are given beside
+            a run or a file.
     """
     if not target:  # a shell's variable without a value, not the working directory
         raise UsageError("a model's name, a run folder or a file is required, got an empty text")
     path = Path(target)
     if os.path.isfile(path):
+        _refuse(kwargs, target)
         return _of_file(path)
     if os.path.exists(path):
         return _of_folder(path, kwargs)
@@ -108,10 +110,20 @@ def source_of(target: str, **kwargs: Any) -> Source:
     return Source(target, target, target, kwargs, pretrained=begins or is_model_pretrained(target))
 
 
+def _refuse(kwargs: Mapping[str, Any], target: str) -> None:
+    """Raise UsageError for keywords beside a run or a file of weights."""
+    if kwargs:
+        raise UsageError(
+            f"{target} has the keywords that its weights were trained with, got "
+            f"{', '.join(f'{key}={value!r}' for key, value in kwargs.items())} beside it"
+        )
+
+
 def _of_folder(path: Path, kwargs: Mapping[str, Any]) -> Source:
     run = path.parent if path.name == SNAPSHOTS else path
     if not (run / CONFIG).is_file() and (path / SAVED).is_file():
         return _of_saved(path, str(path), kwargs)
+    _refuse(kwargs, str(path))
     return _of_run(run, run / WEIGHTS, str(path))
 
 

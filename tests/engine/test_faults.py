@@ -403,12 +403,9 @@ def test_a_complete_run_of_other_data(data, tmp_path, capsys, refusal):
 
 def test_evaluating_a_run_as_another_model(old_run, refusal):
     error = refusal(["--evaluate", str(old_run), "--model", "resnet18"])
-    assert (
-        error
-        == f"--evaluate {old_run} is a run with model 'ea_conv_transformer_cifar', got 'resnet18'"
-    )
+    assert error == f"--evaluate {old_run} has model 'ea_conv_transformer_cifar', got 'resnet18'"
     error = refusal(["--evaluate", str(old_run), "--model-kwargs", "alpha=0.1"])
-    assert error.startswith(f"--evaluate {old_run} is a run with model_kwargs {{'depth': 1, ")
+    assert error.startswith(f"--evaluate {old_run} has model_kwargs {{'depth': 1, ")
     assert (
         train_cifar.main(["--evaluate", str(old_run), "--model", "ea_conv_transformer_cifar"]) == 0
     )

@@ -1,5 +1,7 @@
 """The door: what a target names, and one line for whatever a constructor raises, wherever the target is given."""
 
+import shutil
+
 import pytest
 import timm
 import torch
@@ -53,6 +55,33 @@ def test_what_a_named_network_raises_is_one_line(random):
 def test_a_keyword_that_a_network_lacks_is_named():
     with refused("no keyword 'nosuch'"):
         load_model("resnet18", random=True, nosuch=1)
+
+
+def test_keywords_beside_trained_weights_are_refused(tmp_path):
+    """A run and a file have those that their weights were trained with; they were passed over without a word."""
+    run = tmp_path / "run"
+    run.mkdir()
+    network = timm.create_model(VIT, num_classes=10)
+    about = {"model_kwargs": {"num_classes": 10}, "classes": list("0123456789")}
+    run_folder.write_config(run, {"model": VIT, "dataset": "digits", "img_size": 32}, about)
+    run_folder.write_weights(run, network.state_dict())
+    moved = shutil.copy(run / "model.safetensors", tmp_path)
+    for target in (run, run / "model.safetensors", moved):
+        ea_vision.load(target)
+        with refused("qk_norm=True"):
+            ea_vision.load(target, qk_norm=True)
+        with refused("qk_norm"):
+            words = f"--evaluate {target} --dataset digits --model-kwargs qk_norm=true"
+            train_cifar.main([*words.split(), "--device", "cpu"])
+
+
+@pytest.mark.parametrize("channels", [1, 4])
+def test_preprocess_refuses_networks_of_other_images(channels):
+    """They got an image of three channels."""
+    image = Image.new("RGB", (40, 30))
+    assert ea_vision.preprocess(timm.create_model(VIT), image).shape[1] == 3
+    with refused(f"takes {channels}"):
+        ea_vision.preprocess(timm.create_model(VIT, in_chans=channels), image)
 
 
 @pytest.mark.parametrize("evolved", [False, True])
