@@ -646,7 +646,8 @@ def _read_recipe(name: str) -> dict:
     try:
         recipe = yaml.load(path.read_text(encoding="utf-8"), _RecipeLoader)
     except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UsageError(f"recipe {name} cannot be read, or is not valid YAML: {error}") from error
+        reason = " ".join(str(error).split())
+        raise UsageError(f"recipe {name} cannot be read, or is not valid YAML: {reason}") from error
     if not isinstance(recipe, dict):
         raise UsageError(f"recipe {name} must be a YAML mapping, got {type(recipe).__name__}")
     if not isinstance(recipe.get("base", "none"), str):

@@ -405,7 +405,7 @@ def _reason_against_blocks(model: nn.Module) -> str | None:
             return reason
         packages = [type(module).__module__ for module in attn.modules()]
         if any(package.startswith("torch.ao.") for package in packages):
-            return f"{here}: its attention must not be quantised, got {attn}"
+            return f"{here}: its attention must not be quantised, got {type(attn).__name__}"
         heads = heads or attn.num_heads
         if attn.num_heads != heads:
             return f"{here} must have as many heads as the blocks before, got {attn.num_heads}"

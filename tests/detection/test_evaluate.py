@@ -15,6 +15,7 @@ from ea_vision.detection.loaders import BoxEvalLoader  # noqa: E402
 from ea_vision.detection.transforms import eval_transform  # noqa: E402
 from ea_vision.engine.config import TrainConfig  # noqa: E402
 from tests.detection.boxes import box_loader, make_boxes  # noqa: E402
+from tests.refused import refused
 
 TRUTH = {
     "images": [{"id": n, "file_name": f"{n}.png", "width": 200, "height": 200} for n in (1, 2, 3)],
@@ -129,9 +130,7 @@ def test_boxes_of_images_that_cannot_be_read_are_left_out(tmp_path, broken):
     for index in broken:
         (data.folder / f"{index}.png").write_bytes(b"no image")
     if len(broken) == 7:
-        with pytest.raises(
-            RunError, match="images with boxes are required, got 0 readable of 7 images"
-        ):
+        with refused("images with boxes are required, got 0 readable of 7 images", RunError):
             evaluate(*arguments)
         return
     result = evaluate(*arguments)

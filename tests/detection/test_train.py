@@ -15,7 +15,6 @@ pytest.importorskip("pycocotools", reason="needs pycocotools")
 
 import timm  # noqa: E402
 
-from ea_vision.base.errors import UsageError  # noqa: E402
 from ea_vision.detection import train  # noqa: E402
 from ea_vision.detection.model import create_detector  # noqa: E402
 from ea_vision.engine import run_folder  # noqa: E402
@@ -25,6 +24,7 @@ from ea_vision.zoo.weights_file import encode_weights  # noqa: E402
 from tests.detection.boxes import make_boxes  # noqa: E402
 from tests.engine import runner  # noqa: E402
 from tests.engine.runner import nothing_truncated, same_result, saved, stopped, words  # noqa: E402
+from tests.refused import refused
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,7 @@ def test_the_run_folder_has_what_the_other_trainers_write(uninterrupted):
     results = run_folder.read_results(uninterrupted)
     assert results["test_images"] == 6
     assert results["test_last"]["APl"] is None, "no object has 96 pixels"
-    with pytest.raises(UsageError, match="classification, got one of detection"):
+    with refused("classification, got one of detection"):
         source_of(str(uninterrupted)).check_kind()
 
 
@@ -176,12 +176,10 @@ def test_backbones_begin_with_weights_of_classification(data, tmp_path):
     model, _ = begin(model="aa_resnet34", model_kwargs={**layers, "min_head_qk": 20})
     backbone_conv = model.backbone.body.model.layer4[0].conv1
     assert torch.equal(backbone_conv.conv.weight, classifier.layer4[0].conv1.conv.weight)
-    with pytest.raises(
-        UsageError, match="do not fit aa_resnet34: .* min_head_qk=20 gives a detector the same$"
-    ):
+    with refused("do not fit aa_resnet34: .* min_head_qk=20 gives a detector the same$"):
         begin(model="aa_resnet34", model_kwargs=layers)
     path.write_bytes(b"nothing of the kind")
-    with pytest.raises(UsageError, match="weights.safetensors cannot be read"):
+    with refused("weights.safetensors cannot be read"):
         begin(model="test_resnet")
 
 
@@ -205,16 +203,14 @@ World = None  # what only loaders ask
 )
 def test_errors_are_one_line(data, tmp_path, more, message):
     options = arguments(data, tmp_path / "run", more.replace("{data}", str(data)))
-    with pytest.raises(UsageError, match=message):
+    with refused(message):
         train.main(options[options.index("--recipe") :] if "--evaluate" in more else options)
     assert not os.path.exists(tmp_path / "run")
 
 
 def test_without_pycocotools_one_line_says_what_to_install(data, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pycocotools.coco", None)
-    with pytest.raises(
-        UsageError, match=r"needs pycocotools, not installed .*pip install pycocotools"
-    ):
+    with refused(r"needs pycocotools, not installed .*pip install pycocotools"):
         train.main(arguments(data, tmp_path / "run"))
 
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from PIL import Image
 
-from ea_vision.base.errors import UsageError
 from ea_vision.base.processes import WorkerLost
 from ea_vision.engine import train_cifar, train_imagenet
 from ea_vision.engine.draw_maps import MapsPictures
 from tests.data.photos import make_photos
 from tests.engine.runner import assert_equal, make_folder, saved, weights_of, words
+from tests.refused import refused
 
 MODEL = "--model ea_vit_tiny_patch16_224 --recipe none --img-size 16"
 VIT = ["--model-kwargs", "patch_size=4", "embed_dim=12", "depth=2", "num_heads=3"]
@@ -79,7 +79,7 @@ def test_a_network_without_maps_is_refused_before_training(data, tmp_path):
     output = tmp_path / "run"
     argv = words("--model test_resnet --recipe none --img-size 16 --dataset folder --device cpu")
     argv += words(f"--batch-size 8 --data-dir {data} --output {output} --draw-maps 1")
-    with pytest.raises(UsageError, match="--draw-maps needs .* test_resnet has none"):
+    with refused("--draw-maps needs .* test_resnet has none"):
         train_cifar.main(argv)
     assert not output.exists()
 

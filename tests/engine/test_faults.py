@@ -16,7 +16,7 @@ import safetensors.torch
 import torch
 
 from ea_vision import __main__ as commands
-from ea_vision.base.errors import RunError, UsageError
+from ea_vision.base.errors import RunError
 from ea_vision.base.processes import MOST_WORKERS, WorkerLost, workers_watched
 from ea_vision.data.imagenet import DecodingLoader
 from ea_vision.data.on_device import EvalLoader
@@ -38,6 +38,7 @@ from tests.engine.runner import (
     weights_of,
     words,
 )
+from tests.refused import refused
 from tests.slow import needs_ffcv, unix_only
 
 unix_only()
@@ -269,7 +270,7 @@ def test_each_way_in_which_a_dead_worker_shows(error, lost):
 
 def test_a_signal_that_comes_while_an_error_is_on_its_way_out():
     """torch's signal handler may raise at any time, also in a `finally`: the first error counts."""
-    with pytest.raises(RunError, match="last good checkpoint: here"), workers_watched():
+    with refused("last good checkpoint: here", RunError), workers_watched():
         try:
             raise RunError("last good checkpoint: here")
         finally:
@@ -358,9 +359,7 @@ def test_out_of_memory_advises(data, tmp_path):
 
 
 def test_a_model_without_checkpointing_is_named():
-    with pytest.raises(
-        UsageError, match="--grad-checkpointing needs a model that supports it, linear does not"
-    ):
+    with refused("--grad-checkpointing needs a model that supports it, linear does not"):
         enable_checkpointing(torch.nn.Linear(2, 2), "linear")
 
 

@@ -6,7 +6,6 @@ import timm
 import torch
 
 import ea_vision  # noqa: F401
-from ea_vision.base.errors import UsageError
 from ea_vision.engine import run_folder, train_cifar, train_imagenet
 from ea_vision.engine.classification import ClassificationConfig
 from ea_vision.engine.optimizer import build_optimizer
@@ -14,6 +13,7 @@ from ea_vision.engine.run import freeze
 from ea_vision.layers import learnable_gates
 from ea_vision.zoo.preparation import image_statistics
 from tests.engine import runner
+from tests.refused import refused
 
 WIDTHS = {"patch_size": 8, "embed_dim": 12, "depth": 3, "num_heads": 3}
 SMALL = {**WIDTHS, "img_size": 16, "num_classes": 3}
@@ -215,5 +215,5 @@ def test_frozen_parts_stay_as_they_began_statistics_included(data, tmp_path, mor
 
 
 def test_unknown_names_of_parts_are_refused():
-    with pytest.raises(UsageError, match="freeze: the model has no 'layer9'; did you mean layer"):
+    with refused("freeze: the model has no 'layer9'; did you mean layer"):
         freeze(timm.create_model("test_resnet"), ClassificationConfig(freeze="layer9"))

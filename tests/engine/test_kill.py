@@ -8,7 +8,6 @@ from functools import partial
 import pytest
 import timm
 
-from ea_vision.base.errors import UsageError
 from ea_vision.engine import checkpoint, run_folder
 from ea_vision.engine.train import Progress
 from tests.engine.runner import (
@@ -28,6 +27,7 @@ from tests.engine.runner import (
     stopped,
     train,
 )
+from tests.refused import refused
 from tests.slow import unix_only
 
 unix_only()
@@ -152,13 +152,11 @@ def test_a_second_run_that_is_refused_leaves_the_folder_of_one_that_has_only_jus
     """The folder is still empty, so the second run might mistake it for its own and delete it."""
     with run_folder.locked(folder, CPU):
         with (
-            pytest.raises(
-                UsageError, match=f"is in use by another run .*: process {os.getpid()} on "
-            ),
+            refused(f"is in use by another run .*: process {os.getpid()} on "),
             run_folder.locked(folder, CPU),
         ):
             raise AssertionError("two runs in one folder")
-        with pytest.raises(UsageError, match="is in use by another run"):
+        with refused("is in use by another run"):
             run_folder.check_free(folder, CPU)
         run_folder.write_metrics(folder, [])
     run_folder.check_free(folder, CPU)

@@ -7,9 +7,9 @@ import timm
 import torch
 
 import ea_vision  # noqa: F401
-from ea_vision.base.errors import UsageError
 from ea_vision.engine.config import TrainConfig, resolve
 from ea_vision.engine.optimizer import build_optimizer, build_schedule, load_optimizer
+from tests.refused import refused
 
 TINY = {"img_size": 32, "patch_size": 16, "embed_dim": 48, "depth": 2}
 
@@ -53,7 +53,7 @@ def moved(model, optimizer, rate=None):
     ],
 )
 def test_refusals_are_named(options, message):
-    with pytest.raises(UsageError, match=message):
+    with refused(message):
         build_optimizer(config(**options), timm.create_model("resnet18_cifar"), 1)
 
 
@@ -190,7 +190,7 @@ def test_what_an_optimiser_counts_in_its_groups_is_kept_and_changed_options_are_
     assert torch.equal(buffers["lookahead_slow_buff"], saved["state"][0]["lookahead_slow_buff"])
     assert buffers["momentum_buffer"].is_contiguous(memory_format=torch.channels_last)
     other = build_optimizer(config(attention_lr=3), network(), 1)
-    with pytest.raises(UsageError, match="optimiser state of x does not fit lookahead_sgd"):
+    with refused("optimiser state of x does not fit lookahead_sgd"):
         load_optimizer(other, saved, changed, "x", made_with)
-    with pytest.raises(UsageError, match="of x is of lookahead_sgd and does not fit adamw"):
+    with refused("of x is of lookahead_sgd and does not fit adamw"):
         load_optimizer(second, saved, config(opt="adamw"), "x", made_with)

@@ -5,11 +5,11 @@ from dataclasses import asdict
 import pytest
 import timm
 
-from ea_vision.base.errors import UsageError
 from ea_vision.engine.config import load_recipe, recipe_names
 from ea_vision.engine.preflight import describe_update, left_out, preflight
 from tests.engine.recipes import resolved
 from tests.engine.runner import make_trainer
+from tests.refused import refused
 
 # ResNet strikes back (https://arxiv.org/abs/2110.00476), table 2; interpolation, sizes and the crop are those of timm's
 # weights. No file of timm's arguments was found: min_lr is mmpretrain's (imagenet_bs2048_rsb.py), bce_target_thresh has
@@ -151,7 +151,7 @@ def test_a_recipe_means_the_same_on_any_number_of_processes(name, processes):
     total = recipe["total_batch"]
     if total % processes:
         message = rf"total_batch {total} cannot be shared by {processes} processes: \d+"
-        with pytest.raises(UsageError, match=message):
+        with refused(message):
             config.for_processes(processes)
         return
     divided = config.for_processes(processes)
@@ -169,16 +169,16 @@ def test_a_recipe_means_the_same_on_any_number_of_processes(name, processes):
 
 def test_numbers_of_processes_that_divide_the_batch_are_named():
     config = resolved("imagenet")
-    with pytest.raises(UsageError, match="256 cannot be shared by 3 processes: 255 or 258 can"):
+    with refused("256 cannot be shared by 3 processes: 255 or 258 can"):
         config.for_processes(3)
-    with pytest.raises(UsageError, match="by 300 processes: 300 can"):
+    with refused("by 300 processes: 300 can"):
         config.for_processes(300)
 
 
 def test_mixed_batches_are_even_and_small_ones_are_warned_of(caplog):
     """An odd batch would lose an image to mixup, which takes pairs."""
     mixed = resolved("none", total_batch=1026, batch_size=128, mixup=0.2)
-    with pytest.raises(UsageError, match="by 2 processes in pairs, .*: 1024 or 1028 can"):
+    with refused("by 2 processes in pairs, .*: 1024 or 1028 can"):
         mixed.for_processes(2)
     for processes in (1, 3):
         assert mixed.for_processes(processes).batch_size % 2 == 0

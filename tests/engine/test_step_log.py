@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from ea_vision.base.errors import UsageError
 from ea_vision.engine.config import resolve
 from ea_vision.engine.step_log import COLUMNS, StepLog
 from ea_vision.engine.train_cifar import CifarConfig
+from tests.refused import refused
 
 
 @pytest.fixture
@@ -58,5 +58,5 @@ def test_a_run_that_continues_is_the_same_run_and_no_other_is(tmp_path, begun):
 
 
 def test_a_refusal_is_one_clear_error(tmp_path, begun):
-    with pytest.raises(UsageError, match="--wandb: no login .WANDB_MODE=offline"):
+    with refused("--wandb: no login .WANDB_MODE=offline"):
         log(tmp_path / "run", project="refused")

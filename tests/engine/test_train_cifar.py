@@ -12,7 +12,6 @@ import torch
 from huggingface_hub import ModelCard
 from PIL import Image
 
-from ea_vision.base.errors import UsageError
 from ea_vision.detection import train as detection
 from ea_vision.engine import run_folder, train_cifar, train_imagenet
 from tests.engine.runner import (
@@ -26,6 +25,7 @@ from tests.engine.runner import (
     train,
     words,
 )
+from tests.refused import refused
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +195,7 @@ def test_a_run_is_evaluated_without_the_weights_that_it_began_with(data, tmp_pat
 @pytest.mark.parametrize("text", ["", "epoch,top1\n1,", "epoch,top1\n1", "epoch;top1\n1;2\n"])
 def test_damaged_metrics_are_named(tmp_path, text):
     (tmp_path / "metrics.csv").write_text(text, encoding="utf-8")
-    with pytest.raises(UsageError, match="it has no readable metrics.csv"):
+    with refused("it has no readable metrics.csv"):
         run_folder.read_metrics(tmp_path)
 
 

@@ -1,12 +1,12 @@
 """Spatial transformer: sampling for given thetas, gradients, and the identity at the start."""
 
-import pytest
 import timm
 import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
 from ea_vision.layers import SpatialTransformer, quadrilateral, sample_affine
+from tests.refused import refused
 
 D64 = torch.float64
 STAYS = ((1, 0, 0), (0, 1, 0))
@@ -52,7 +52,7 @@ def test_layer_begins_as_the_identity_and_learns_where_to_look():
 
 
 def test_bad_options_are_named():
-    with pytest.raises(ValueError, match="hidden must be 2 or more, got 1"):
+    with refused("hidden must be 2 or more, got 1", ValueError):
         SpatialTransformer(2, hidden=1)
 
 

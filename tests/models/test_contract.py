@@ -14,6 +14,7 @@ from tests.models import test_evolve_resnet as resnets
 from tests.models import test_huggingface as huggingface
 from tests.models.test_across import KINDS
 from tests.models.zoo import idle, images, stepped
+from tests.refused import refused
 
 
 @dataclass(frozen=True)
@@ -118,9 +119,8 @@ def test_begins_as_the_plain_network_goes_back_learns_and_reloads(name, kind):
 
     row.step(evolved)
     assert [key for key in set(new) & set(idle(evolved)) if not key.endswith(row.unmoved)] == []
-    with pytest.raises(ValueError, match=r"must be 0.*got \d+ .*the first of them") as error:
+    with refused(r"must be 0.*got \d+ .*the first of them", ValueError):
         unevolve(evolved)
-    assert "\n" not in str(error.value)
     again = evolve(row.create(), kind, **row.options)
     again.load_state_dict(evolved.state_dict())
     with torch.no_grad():

@@ -16,7 +16,6 @@ from torch.testing import assert_close
 
 import ea_vision
 from ea_vision import evolve, record_attention, unevolve
-from ea_vision.base.errors import UsageError
 from ea_vision.layers import Evolution, TokenConv
 from ea_vision.layers.sequence_attention import Chain
 from ea_vision.models import huggingface
@@ -24,6 +23,7 @@ from tests.layers.oracle import map_conv
 from tests.models.test_across import KINDS
 from tests.models.zoo import idle
 from tests.process import ROOT, python
+from tests.refused import refused
 from tests.test_docs import blocks
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -130,15 +130,13 @@ def test_another_implementation_of_attention_is_refused(name):
     expected = output(model, name)
     for implementation in ("eager", "sdpa"):
         model.set_attn_implementation(implementation)
-        with pytest.raises(
-            ValueError, match=f"needs attn_implementation 'ea_vision', got '{implementation}'"
-        ):
+        with refused(f"needs attn_implementation 'ea_vision', got '{implementation}'", ValueError):
             output(model, name)
     model.set_attn_implementation("ea_vision")
     assert torch.equal(output(model, name), expected)
     copied = copy.deepcopy(model)
     copied.set_attn_implementation("eager")
-    with pytest.raises(ValueError, match="got 'eager'"):
+    with refused("got 'eager'", ValueError):
         output(copied, name)
     assert torch.equal(output(model, name), expected)
 
@@ -200,9 +198,7 @@ def test_weights_that_are_not_the_evolution_s_are_refused_by_name(status, tmp_pa
     """transformers would leave memory as it is in missing ones, and leave out unexpected ones."""
     lively(evolve(create("bert"))).save_pretrained(tmp_path)
     FAULTS[status](tmp_path)
-    with pytest.raises(
-        UsageError, match=rf"{status}, the first of them encoder\.layer\.\d\..*maps"
-    ):
+    with refused(rf"{status}, the first of them encoder\.layer\.\d\..*maps"):
         ea_vision.from_pretrained(tmp_path, ignore_mismatched_sizes=True)
 
 
@@ -241,7 +237,9 @@ def test_an_evolved_folder_is_not_read_as_the_plain_model(name, way, tmp_path):
     model = lively(evolve(plain))
     model.save_pretrained(tmp_path)
     class_name = type(plain).__name__
-    with pytest.raises(ValueError, match=r"ea_vision\.from_pretrained"):
+    with pytest.raises(
+        ValueError, match=r"ea_vision\.from_pretrained"
+    ):  # in transformers' own lines
         plain_loaders(tmp_path, class_name)[way]()
     with pytest.raises(ValueError, match=r"ea_vision\.from_pretrained"):
         how = {} if way == "pipeline" else {"attn_implementation": "eager"}
@@ -249,7 +247,7 @@ def test_an_evolved_folder_is_not_read_as_the_plain_model(name, way, tmp_path):
     unevolve(evolve(plain)).save_pretrained(tmp_path / "plain")
     if way != "pipeline":
         plain_loaders(tmp_path / "plain", class_name)[way]()
-    with pytest.raises(ValueError, match="evolved model's configuration, without mechanisms"):
+    with refused("evolved model's configuration, without mechanisms", ValueError):
         output(transformers.AutoModel.from_config(model.config), name)
 
     def as_before(config):  # folders that were saved without these entries
@@ -266,7 +264,7 @@ def test_a_tower_of_an_evolved_folder_is_not_read_as_the_plain_tower(tmp_path):
     evolve(transformers.CLIPModel(config)).save_pretrained(tmp_path)
     for tower in (transformers.CLIPVisionModel, transformers.CLIPTextModel):
         for how in ({}, {"attn_implementation": "eager"}):
-            with pytest.raises(ValueError, match=r"ea_vision\.from_pretrained"):
+            with refused(r"ea_vision\.from_pretrained", ValueError):
                 tower.from_pretrained(tmp_path, **how)
     ea_vision.from_pretrained(tmp_path)
 
@@ -526,7 +524,7 @@ def test_layers_that_read_another_s_keys_see_all_that_are_written():
 def test_ea_decodes_without_a_cache_and_refuses_one(name):
     model = lively(evolve(language_model(name), "ea"))
     assert generate(model, use_cache=False).shape[1] >= 6
-    with pytest.raises(ValueError, match="use_cache=False required"):
+    with refused("use_cache=False required", ValueError):
         generate(model, use_cache=True)
 
 
@@ -570,7 +568,7 @@ def test_checkpointing_with_hooks_of_the_backward_pass_changes_nothing():
 def test_checkpointing_that_loses_the_chain_is_refused():
     model = evolve(create("vit"), "ea").train()
     model.gradient_checkpointing_enable({"use_reentrant": True})
-    with pytest.raises(ValueError, match="use_reentrant"):
+    with refused("use_reentrant", ValueError):
         (output(model, "vit") ** 2).sum().backward()
 
 
@@ -678,7 +676,7 @@ def test_a_mechanism_s_convolution_is_no_patch_embedding(name):
             for each, state in zip(inputs, expected, strict=True):
                 assert_close(evolved(**each)[0], state, rtol=0, atol=1e-5)
     for kind, token_conv in (("conv2d", False), (None, True)):
-        with pytest.raises(ValueError, match="needs patches of an image, embedded by a Conv2d"):
+        with refused("needs patches of an image, embedded by a Conv2d", ValueError):
             evolve(model, kind, token_conv=token_conv)
 
 
@@ -829,13 +827,13 @@ def test_lora_on_queries_and_values(kind):
 def test_kinds_that_know_no_padding_refuse_it(kind):
     mask = torch.ones(2, 9).long()
     mask[0, 5:] = 0
-    with pytest.raises(ValueError, match="does not support masks"):
+    with refused("does not support masks", ValueError):
         evolve(create("bert"), kind)(**inputs_of("bert"), attention_mask=mask)
 
 
 def test_masks_other_than_padding_are_refused():
     packed = torch.block_diag(torch.ones(4, 4), torch.ones(5, 5)).bool().expand(2, 1, 9, 9)
-    with pytest.raises(ValueError, match="a mask that hides only padding and, if causal, later"):
+    with refused("a mask that hides only padding and, if causal, later", ValueError):
         evolve(create("bert"))(**inputs_of("bert"), attention_mask=packed)
 
 
@@ -872,7 +870,7 @@ def test_tokens_that_form_no_grid_are_for_kinds_that_need_none(class_name, size)
         assert_close(evolved(**inputs).last_hidden_state, expected, rtol=0, atol=1e-5)
         assert not torch.equal(lively(evolved)(**inputs).last_hidden_state, expected)
     for kind, token_conv in (("ea", False), ("conv2d", False), (None, True)):
-        with pytest.raises(ValueError, match="a grid of 4x4 patches required, got"):
+        with refused("a grid of 4x4 patches required, got", ValueError):
             evolve(model, kind, token_conv=token_conv)(**inputs)
 
 
@@ -916,7 +914,7 @@ def test_a_decoder_is_causal_by_the_mask_that_it_builds(family):
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**SEQ2SEQ, block_size=8)
     model = getattr(transformers, f"{family}Model")(config).eval()
-    with pytest.raises(ValueError, match="no form for the causal attention of"):
+    with refused("no form for the causal attention of", ValueError):
         evolve(model, "pa")
     words = torch.randint(3, 50, (2, 16))
     expected = model(words, decoder_input_ids=words[:, :7]).last_hidden_state
@@ -933,7 +931,7 @@ def test_a_decoder_is_causal_by_the_mask_that_it_builds(family):
 
 
 def test_t5_s_refusal_of_alpha_says_what_works():
-    with pytest.raises(ValueError, match="leave alpha out, got 0.1"):
+    with refused("leave alpha out, got 0.1", ValueError):
         evolve(create("t5"), "ea", start="paper", alpha=0.1)
     evolve(create("t5"), "ea", start="paper")
 
@@ -967,7 +965,7 @@ def test_what_the_forward_cannot_do_is_refused_before_it(create_model, kind, rea
     model = create_model()
     seen = []
     model.register_forward_pre_hook(lambda *_: seen.append(1))
-    with pytest.raises(UsageError, match=reason):
+    with refused(reason):
         evolve(model, kind)
     assert not seen
 
@@ -975,7 +973,7 @@ def test_what_the_forward_cannot_do_is_refused_before_it(create_model, kind, rea
 @pytest.mark.parametrize("kind", ["pa", "reattention", "refiner", "mta", "conv2d"])
 @pytest.mark.parametrize("name", DECODERS)
 def test_kinds_without_a_causal_form_refuse_decoders(name, kind):
-    with pytest.raises(ValueError, match="has no form for the causal attention of"):
+    with refused("has no form for the causal attention of", ValueError):
         evolve(create(name), kind)
 
 
@@ -990,13 +988,11 @@ def test_a_folder_is_read_with_the_keywords_of_transformers(tmp_path):
 def test_layers_that_change_their_logits_or_maps_on_their_own_are_refused():
     capped = dict(TEXT, num_key_value_heads=2, head_dim=8, attn_logit_softcapping=50.0)
     gemma = transformers.Gemma2Model(transformers.Gemma2Config(**capped))
-    with pytest.raises(
-        ValueError, match="not support 'attn_logit_softcapping', which Gemma2Attention"
-    ):
+    with refused("not support 'attn_logit_softcapping', which Gemma2Attention", ValueError):
         evolve(gemma, "residual")
     experts = dict(TEXT, num_key_value_heads=2, num_local_experts=2, num_experts_per_tok=1)
     sunk = transformers.GptOssModel(transformers.GptOssConfig(**experts, head_dim=8))
-    with pytest.raises(ValueError, match="do not support 'sinks', which GptOssAttention has"):
+    with refused("do not support 'sinks', which GptOssAttention has", ValueError):
         evolve(sunk, "residual")
     capped["attn_logit_softcapping"] = None
     plain = transformers.Gemma2Model(transformers.Gemma2Config(**capped)).eval()
@@ -1018,7 +1014,7 @@ def test_a_sliding_window_is_said_when_the_model_evolves(caplog):
     evolved = evolve(model, "ea")
     assert "evolution 'ea' refuses sequences that are longer than it, 5 tokens" in caplog.text
     evolved(torch.full((1, 5), 7))
-    with pytest.raises(ValueError, match="windows and packed sequences have other masks"):
+    with refused("windows and packed sequences have other masks", ValueError):
         evolved(torch.full((1, 6), 7))
 
 
@@ -1036,18 +1032,18 @@ def test_what_cannot_evolve_is_refused(tmp_path):
         (create("bart", encoder_layerdrop=0.1), "layerdrop must be 0"),
         (evolve(create("vit")), "evolve already"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with refused(message, ValueError):
             evolve(model)
-    with pytest.raises(ValueError, match="token_conv needs patches of an image"):
+    with refused("token_conv needs patches of an image", ValueError):
         evolve(create("bert"), None, token_conv=True)
     without_its_evolution = create("vit")
     without_its_evolution.config.ea_vision = evolve(create("vit")).config.ea_vision
-    with pytest.raises(ValueError, match="an evolving network required"):
+    with refused("an evolving network required", ValueError):
         unevolve(without_its_evolution)
-    with pytest.raises(ValueError, match="names an evolution whose weights it lacks"):
+    with refused("names an evolution whose weights it lacks", ValueError):
         evolve(without_its_evolution)
     create("vit").save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="no evolution in its config.json"):
+    with refused("no evolution in its config.json", ValueError):
         ea_vision.from_pretrained(tmp_path)
 
 

@@ -5,12 +5,12 @@ import timm
 import torch
 
 import ea_vision
-from ea_vision.base.errors import UsageError
 from ea_vision.ops import use_implementation
 from ea_vision.recorder.class_evidence import EVIDENCE, add_class_evidence
 from ea_vision.recorder.quantities import class_rollout
 from tests.recorder import networks
 from tests.recorder.networks import TINY, lively, timms
+from tests.refused import refused
 
 
 def swin():
@@ -116,9 +116,9 @@ def test_refusals():
     model = NETWORKS["timm"]()
     images = torch.rand(1, 3, 32, 32)
     maps = recorded(model, images)
-    with pytest.raises(UsageError, match="a class must lie between 0 and .*, got .9999"):
+    with refused("a class must lie between 0 and .*, got .9999"):
         add_class_evidence(model, images, maps, torch.tensor([9999]))
     model.reset_classifier(0)
     model.head = torch.nn.Unflatten(1, (-1, 1))
-    with pytest.raises(UsageError, match="logits .* required"):
+    with refused("logits .* required"):
         add_class_evidence(model, images, maps)

@@ -19,6 +19,7 @@ from ea_vision.recorder.probe import extract_maps, shuffled_in_space, untrained_
 from ea_vision.recorder.probe_network import ProbeNet, ProbeRecipe, train_probe
 from ea_vision.zoo.loaded import load_model
 from tests.recorder.networks import gap, recorded
+from tests.refused import refused
 
 NAME = "ea_conv_transformer_cifar"
 SHORT = f"--model {NAME} --img-size 16 --layers 2 --epochs 1 --width 8"
@@ -66,7 +67,7 @@ def test_maps_are_those_of_the_query(name, options, layers, text, query, row):
     numbers = [int(number) for number in layers.split(",")]
     assert probe.layers_and_query(args, model) == (numbers, query)
     args.query = "reg1"
-    with pytest.raises(UsageError, match="--query must be y,x.*, got 'reg1'"):
+    with refused("--query must be y,x.*, got 'reg1'"):
         probe.layers_and_query(args, model)
     maps = extract_maps(model, pixels, numbers, query, batch_size=4)
     attn = recorded(model.model, model.preparation.normalize(pixels))[numbers[0]].attn
@@ -110,9 +111,9 @@ def test_a_single_image_that_is_left_over_joins_the_last_batch():
     targets = torch.arange(9) % 3
     recipe = ProbeRecipe(epochs=1, batch_size=4, width=8)
     assert 0 <= train_probe(maps, targets, maps, targets, 3, recipe) <= 100
-    with pytest.raises(UsageError, match="at least 2 images to learn from, got 1"):
+    with refused("at least 2 images to learn from, got 1"):
         train_probe(maps[:1], targets[:1], maps, targets, 3, recipe)
-    with pytest.raises(UsageError, match="batch_size of the probe must be at least 2, got 1"):
+    with refused("batch_size of the probe must be at least 2, got 1"):
         ProbeRecipe(batch_size=1)
 
 

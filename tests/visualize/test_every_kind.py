@@ -6,7 +6,6 @@ import timm
 import torch
 
 import ea_vision
-from ea_vision.base.errors import UsageError
 from ea_vision.layers import evolution_kinds
 from ea_vision.visualize import (
     plot_heads,
@@ -30,6 +29,7 @@ from tests.recorder.networks import (
     torchvision_vit,
     transformers_model,
 )
+from tests.refused import refused
 
 from .conftest import PHOTO, maps_of, small, texts_of, tiles_of, titles_of
 
@@ -133,7 +133,7 @@ def test_channel_maps_have_a_matrix_and_nothing_else():
     assert maps_of(plot_matrix(model, IMAGE, layers=[1, 2], heads="all"))[0].shape == (8, 8)
     message = "attends from channel to channel of a head: draw its matrix"
     for plot in (plot_heads, plot_strip, plot_rollout):
-        with pytest.raises(UsageError, match=message):
+        with refused(message):
             plot(model, IMAGE, layers=[1])
 
 
@@ -143,10 +143,10 @@ def test_class_attention_shows_its_one_query():
     heads = plot_heads(model, IMAGE, [3, 4], [0], ["cls"], overlay=False)
     assert maps_of(heads)[-1].shape == (4, 4)
     assert maps_of(plot_matrix(model, IMAGE, layers=[3], heads=[0]))[0].shape == (1, 17)
-    with pytest.raises(UsageError, match="is class attention: its queries are cls alone"):
+    with refused("is class attention: its queries are cls alone"):
         plot_heads(model, IMAGE, layers=[3], queries=[(4, 4)])
     message = "query cls must be a token before .* layer 1 .*, which has none"
-    with pytest.raises(UsageError, match=message):
+    with refused(message):
         plot_heads(model, IMAGE, layers=[1], queries=["cls"])
     texts = texts_of(plot_rollout(model, PHOTO, queries=[(5, 20)]))
     assert "layers 1, 2" in texts
@@ -171,5 +171,5 @@ def test_cross_attention_of_a_detector():
             expected = attn[int(query[-1]) - 1].view(H, W) * H * W
             np.testing.assert_allclose(axes.images[-1].get_array(), expected, rtol=1e-4)
     assert "head 3" in titles_of(plot_heads(model, image, [1]))
-    with pytest.raises(UsageError, match="query query99 must be .* of layer"):
+    with refused("query query99 must be .* of layer"):
         plot_heads(model, image, [cross.name], [0], ["query99"])

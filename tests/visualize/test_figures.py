@@ -15,7 +15,6 @@ import torch
 from PIL import Image
 
 import ea_vision
-from ea_vision.base.errors import UsageError
 from ea_vision.base.print import new_figure
 from ea_vision.recorder.class_evidence import add_class_evidence
 from ea_vision.recorder.quantities import class_rollout
@@ -49,6 +48,7 @@ from ea_vision.visualize.tiles import map_of
 from ea_vision.zoo.loaded import load_model
 from tests.models.zoo import TINY
 from tests.recorder import networks
+from tests.refused import refused
 
 from .conftest import (
     PHOTO,
@@ -103,7 +103,7 @@ def test_models_side_by_side_share_one_scale_and_place_the_query(wide):
         expected = height * width * maps.attn[0, 0, row * width + column].view(height, width)
         np.testing.assert_allclose(artist.get_array(), expected, rtol=1e-4)
     assert len({artist.get_clim() for artist in shown}) == 1
-    with pytest.raises(UsageError, match="equally many layers, got 1 of one, 2 of other"):
+    with refused("equally many layers, got 1 of one, 2 of other"):
         draw([[1], [1, 1]])
 
 
@@ -132,7 +132,7 @@ def test_rollout_of_a_class_is_its_evidence_in_the_class_token_or_in_all_pixels(
     assert "bird (" in labels
     assert "query 1" in labels
     assert texts_of(plot_rollout(EA, PHOTO, target="predicted")).count("%") == 1
-    with pytest.raises(UsageError, match="target must be a class .* got 'unicorn'"):
+    with refused("target must be a class .* got 'unicorn'"):
         plot_rollout(EA, PHOTO, target="unicorn")
 
 
@@ -278,7 +278,7 @@ def test_masked_logits_do_not_count_in_the_scale_and_other_infinities_are_refuse
     reach = norm_of([values], MapStyle(), "logits").vmax
     assert norm_of([masked], MapStyle(), "logits").vmax == reach
     for part, wrong in (("logits", [np.inf, 1.0]), ("attn", [np.inf, 1.0]), ("logits", [-np.inf])):
-        with pytest.raises(UsageError, match="maps must be finite, got 1 values that are not"):
+        with refused("maps must be finite, got 1 values that are not"):
             norm_of([np.array([wrong])], MapStyle(), part)
 
 
@@ -432,7 +432,7 @@ def test_what_the_previous_map_changed():
             differences.append(sum(abs(float(a - b)) for a, b in zip(row, other, strict=True)) / 2)
     average = f"on average {np.mean(differences):.0%} of a query's attention moves"
     assert average in texts_of(draw_change(recording, [3], "mean", "all"))
-    with pytest.raises(UsageError, match="layers that evolve .* required"):
+    with refused("layers that evolve .* required"):
         plot_strip(small(CONV), PHOTO, change=True)
 
 
@@ -507,7 +507,7 @@ def test_runs_stay_apart_through_checkpoints(name, labels, run, photo, tmp_path)
             assert f"{label}, epoch {epoch}" in texts
     assert f"{labels[0]} and {EA}, {labels[1]}" in texts
     options = f"--model {run},{other} --through checkpoints -o {tmp_path}/a.html {photo}"
-    with pytest.raises(UsageError, match="this figure shows one run; got 2"):
+    with refused("this figure shows one run; got 2"):
         explore.main(options.split())
 
 

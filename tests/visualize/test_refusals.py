@@ -9,7 +9,6 @@ import torch
 from PIL import Image
 
 from ea_vision.__main__ import run as run_command
-from ea_vision.base.errors import UsageError
 from ea_vision.visualize import (
     plot_heatmap,
     plot_jacobian,
@@ -20,6 +19,7 @@ from ea_vision.visualize import (
     show_page,
 )
 from tests.recorder.networks import timms
+from tests.refused import refused
 
 from .conftest import PHOTO, small
 
@@ -193,7 +193,7 @@ torch.nn.init.constant_(next(DIVERGED.parameters()), torch.nan)
     ],
 )
 def test_functions_refuse_alike(plot, models, images, options, message):
-    with pytest.raises(UsageError, match=message):
+    with refused(message):
         plot(models, images, **options)
 
 

@@ -6,8 +6,8 @@ import torch
 from matplotlib.image import AxesImage
 
 import ea_vision
-from ea_vision.base.errors import UsageError
 from ea_vision.visualize import plot_matrix
+from tests.refused import refused
 
 from .conftest import small, texts_of
 from .test_layout import problems
@@ -114,7 +114,7 @@ def test_a_string_with_its_tokenizer_and_an_evolving_network():
     assert [rows for _, rows, _ in shown(figure)] == [WORDS] * 2
     assert not problems(figure)
     assert shown(plot_matrix(network, IDS, 2, part="logits"))
-    with pytest.raises(UsageError, match="a text needs its tokenizer"):
+    with refused("a text needs its tokenizer"):
         plot_matrix(network, "the cat")
 
 
@@ -137,13 +137,13 @@ def test_long_texts_fit_a_page():
     ],
 )
 def test_refusals(image, options, message):
-    with pytest.raises(UsageError, match=message):
+    with refused(message):
         plot_matrix(model("Bert"), image, **options)
 
 
 def test_tokens_of_an_image_are_refused_and_a_layer_of_it_is_drawn():
     network = small()
-    with pytest.raises(UsageError, match="tokens belong to a text"):
+    with refused("tokens belong to a text"):
         plot_matrix(network, torch.rand(3, 16, 16), tokens=WORDS)
     with ea_vision.record_attention(network) as maps:
         network(torch.rand(1, 3, 16, 16))
@@ -163,5 +163,5 @@ def test_heads_of_a_recorded_layer_keep_their_numbers():
     texts = texts_of(figure)
     assert "head 3" in texts
     assert "head 1" in texts
-    with pytest.raises(UsageError, match="heads .* 3, 1, .*got '2'"):
+    with refused("heads .* 3, 1, .*got '2'"):
         plot_matrix(maps[1], heads=2)

@@ -5,12 +5,12 @@ import pytest
 import timm
 import torch
 
-from ea_vision.base.errors import UsageError
 from ea_vision.recorder.quantities import attention_rollout
 from ea_vision.visualize import plot_heads, plot_heatmap, plot_matrix, plot_rollout, plot_strip
 from tests.models.test_vision_transformer import active, lively, tiny
 from tests.models.zoo import TINY
 from tests.recorder.networks import recorded
+from tests.refused import refused
 
 from .conftest import texts_of
 
@@ -50,7 +50,7 @@ def test_a_class_tokens_maps_are_its_row_in_units_of_uniform_attention(seen):
         assert label == f"cls {row[0]:.0%}, reg {row[1:3].sum():.0%}"
     for token in ("dist", "reg12"):
         message = f"query {token} must be a token .* of layer 2 .* cls, reg1, reg2"
-        with pytest.raises(UsageError, match=message):
+        with refused(message):
             plot_heads(model, image, layers=[2], queries=[token])
 
 
