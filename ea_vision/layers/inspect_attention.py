@@ -92,15 +92,13 @@ def embedding_of(model: nn.Module, name: str) -> tuple[nn.Conv2d | None, tuple[s
     """Return the convolution that embeds the patches of a layer's tokens or None, the `prefix_names` before the
     patches, and whether the tokens are of images."""
     around = owners(model, name)
-    configs = [owner.config for owner in around if hasattr(owner, "config")]
-    of_images = any(hasattr(configs[0], option) for option in IMAGE_OPTIONS)
+    config = next(owner.config for owner in around if hasattr(owner, "config"))
+    of_images = any(hasattr(config, option) for option in IMAGE_OPTIONS)
+    if not hasattr(config, "patch_size"):
+        return None, (), of_images
     for owner in around[1:]:
-        # another configuration is that of a model around this one, such as CLIP around its image tower
-        if (
-            not hasattr(configs[0], "patch_size")
-            or getattr(owner, "config", configs[0]) is not configs[0]
-        ):
-            break
+        if getattr(owner, "config", config) is not config:
+            break  # a model around this one, such as CLIP around its image tower
         for path, module in owner.named_modules():
             if isinstance(module, nn.Conv2d):
                 # tokens of other modules, such as AIMv2's pooling, are not in the sequence

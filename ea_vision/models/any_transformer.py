@@ -12,7 +12,6 @@ Shape letters: B batch, C channels, K heads, T tokens, P prefix tokens, D width 
 """
 
 import copy
-import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,12 +126,8 @@ class EvolvingTokens(MapsAttention):
             )
         if attn_mask is None or attn_mask.dtype != torch.bool:
             return attn_mask
-        bias = torch.zeros_like(attn_mask, dtype=self.dtype_of_weights())
+        bias = torch.zeros_like(attn_mask, dtype=next(self.parameters()).dtype)
         return bias.masked_fill(~attn_mask, float("-inf"))
-
-    def dtype_of_weights(self) -> torch.dtype:
-        """Return the dtype of the layer's parameters."""
-        return next(self.parameters()).dtype
 
 
 def by_heads(attn: nn.Module, qkv: Tensor) -> tuple[Tensor, ...]:
@@ -380,13 +375,6 @@ def _attention_of(block: nn.Module) -> nn.Module | None:
     return getattr(block, EvolvingEncoderBlock.attention, attn)
 
 
-def _reason_against_type(path: str, what: str, module: nn.Module, known: dict) -> str | None:
-    if type(module) in known:
-        return None
-    names = " or ".join(sorted({cls.__name__ for cls in known}))
-    return f"{path}: its {what} must be {names}, got {type(module).__name__}"
-
-
 def _reason_against_blocks(model: nn.Module) -> str | None:
     path = _architecture_of(model).blocks
     blocks = model.get_submodule(path)
@@ -399,10 +387,10 @@ def _reason_against_blocks(model: nn.Module) -> str | None:
         attn = _attention_of(block)
         if first_user.setdefault(attn, index) != index:
             return f"{here} must have an attention layer of its own, got that of {path}.{first_user[attn]}"
-        reason = _reason_against_type(here, "block", block, BLOCKS)
-        reason = reason or _reason_against_type(here, "attention", attn, ATTENTIONS)
-        if reason is not None:
-            return reason
+        for what, module, known in (("block", block, BLOCKS), ("attention", attn, ATTENTIONS)):
+            if type(module) not in known:
+                names = " or ".join(sorted({cls.__name__ for cls in known}))
+                return f"{here}: its {what} must be {names}, got {type(module).__name__}"
         packages = [type(module).__module__ for module in attn.modules()]
         if any(package.startswith("torch.ao.") for package in packages):
             return f"{here}: its attention must not be quantised, got {type(attn).__name__}"
@@ -471,10 +459,12 @@ def evolve_blocks(model: nn.Module, mechanisms: Mechanisms) -> None:
         embedding.__class__ = WholePatchEmbed
 
 
-def shared_copy(model: nn.Module) -> nn.Module:
-    """Return a copy of the modules that shares parameters and buffers."""
-    tensors = itertools.chain(model.parameters(), model.buffers())
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+def shared_copy(model: nn.Module, device: str | None = None) -> nn.Module:
+    """Return a copy of the modules that shares parameters and buffers, or has them on another device."""
+    memo = {}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        memo[id(tensor)] = tensor if device is None else tensor.to(device)
+    return copy.deepcopy(model, memo)
 
 
 def evolve_transformer(

@@ -8,7 +8,6 @@ Models keep their class. Each attention layer gets a module `maps` with its mech
 `ALL_ATTENTION_FUNCTIONS["ea_vision"]`. The class of each block is replaced by a subclass that runs the block's forward.
 """
 
-import copy
 import functools
 import logging
 import re
@@ -296,8 +295,7 @@ def _say_windows(model: nn.Module, kind: str | None) -> None:
 
 def _on_meta(model: nn.Module) -> nn.Module:
     """Return a copy of a model without numbers, and without hooks."""
-    tensors = [*model.parameters(), *model.buffers()]
-    copied = copy.deepcopy(model, {id(tensor): tensor.to("meta") for tensor in tensors}).eval()
+    copied = shared_copy(model, "meta").eval()
     for module in copied.modules():
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()
