@@ -1,4 +1,7 @@
-"""Letters that matplotlib's own fonts lack are drawn by an installed font that has them."""
+"""Letters that matplotlib's own fonts lack are drawn by an installed font that has them.
+
+Private name: the installed fonts are looked up once a process.
+"""
 
 import warnings
 

@@ -1,4 +1,7 @@
-"""The trainer of detectors is the other trainers' engine: killed runs go on bit for bit, on one and two processes."""
+"""The trainer of detectors is the other trainers' engine: killed runs go on bit for bit, on one and two processes.
+
+Private names: what is compiled shows only there.
+"""
 
 import csv
 import json

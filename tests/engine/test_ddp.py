@@ -1,4 +1,7 @@
-"""Gradients of several processes: buckets are averaged during backward, also when compiled, and their memory layout."""
+"""Gradients of several processes: buckets are averaged during backward, also when compiled, and their memory layout.
+
+Private names: a step of one process is compared with that of two.
+"""
 
 import warnings
 

@@ -1,4 +1,7 @@
-"""A signal before the first update ends a run at once; nothing was written that could be lost."""
+"""A signal before the first update ends a run at once; nothing was written that could be lost.
+
+Private name: the signal comes while the trainer compiles.
+"""
 
 import os
 import signal

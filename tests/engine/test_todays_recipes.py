@@ -1,4 +1,7 @@
-"""Modern ImageNet training: every recipe at a small scale with both loaders, and the parts of the recipes."""
+"""Modern ImageNet training: every recipe at a small scale with both loaders, and the parts of the recipes.
+
+Private name: `_batch_loss` is what a trainer defines for its task.
+"""
 
 import random
 import signal

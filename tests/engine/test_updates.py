@@ -1,4 +1,7 @@
-"""No update waits for the device; a non-finite loss never reaches a saved file and, with skip, never any weight."""
+"""No update waits for the device; a non-finite loss never reaches a saved file and, with skip, never any weight.
+
+Private names: the bits of single updates are compared, and a run shows its epochs alone.
+"""
 
 import copy
 import json

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
-import ea_vision.ops as ops
 from ea_vision.ops import evolving_attention
 from ea_vision.ops import triton_attention as ours
 from ea_vision.ops.problem import Problem
@@ -183,7 +182,8 @@ def test_operator_is_well_formed(predict, learns):
     options = ([0.5, 1.0, 0.5, 0.2], [1, 2, 0, int(predict)], learns)
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     arguments = (*tensors, gates, seed, *options)
-    torch.library.opcheck(ours._forward, arguments, test_utils=checks)
+    operator = torch.ops.ea_vision.triton_attention_forward.default
+    torch.library.opcheck(operator, arguments, test_utils=checks)
 
 
 @kernels
@@ -252,23 +252,23 @@ def test_reason_on_the_cpu():
 def test_a_gpu_that_falls_back_to_the_reference_warns_with_the_memory(
     capability, dtype, feat_size, runs, monkeypatch, caplog
 ):
-    monkeypatch.setattr(ours, "_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(ours, "INTERPRETING", False)
     H, W = feat_size
     N = H * W
-    with FakeTensorMode(), torch.device("cuda"), caplog.at_level(logging.WARNING):
+    with FakeTensorMode(), torch.device("cuda"), caplog.at_level(logging.INFO):
         q = torch.empty(2, 8, N, 4, dtype=dtype)
         maps = torch.empty(2, 8, N, N, dtype=dtype)
         height_rel = torch.empty(2 * H - 1, 4)
         width_rel = torch.empty(2 * W - 1, 4)
-        attention_problem = Problem(
-            q, q, q, height_rel, width_rel, maps, feat_size=feat_size
-        ).checked()
-        assert (ops._choose(attention_problem).name == "triton") == runs
-    if runs:
-        assert not caplog.messages
-    else:
+        tables = {"height_rel": height_rel, "width_rel": width_rel}
+        evolving_attention(q, q, q, **tables, prev_logits=maps, feat_size=feat_size)
+    [line] = [record.message for record in caplog.records if "evolving attention" in record.message]
+    assert ("by 'triton'" in line) == runs
+    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert bool(warnings) != runs
+    if warnings:
         megabytes = maps.nbytes / 1e6
-        (line,) = caplog.messages
+        [line] = warnings
         assert "rows and columns together" in line
         assert f"takes {megabytes:,.0f} MB" in line
