@@ -26,7 +26,7 @@ from ea_vision.data.on_device import EvalLoader
 from ea_vision.data.scaling import Scaling
 from ea_vision.data.small_images import load_dataset
 from ea_vision.engine import run_folder
-from ea_vision.engine.card import fact_table, facts, front_matter, log_table
+from ea_vision.engine.card import facts, front_matter, tables
 from ea_vision.engine.config import resolve
 from ea_vision.engine.data_module import check_classes
 from ea_vision.engine.evaluate import Evaluation, evaluate
@@ -159,17 +159,13 @@ def card(
     top5 = "" if math.isnan(result.top5) else f", {result.top5:.2f}% top-5"
     where = f" of `{split}`" if split else ""
     lines = [
-        front_matter(name, {"top1": result.top1}, dataset, license="apache-2.0") + f"# {name}",
+        front_matter(name, "top-1", result.top1, dataset, license="apache-2.0") + f"# {name}",
         "",
         f'`timm.create_model("{name}", pretrained=True)`: {result.top1:.2f}% top-1{top5} on the '
         f"test images{where}.{views} {result.images} images: 95% interval of the top-1 "
         f"{interval(result.top1, result.images)}.",
         "",
-        *fact_table(facts_of(finished, dtype, split)),
-        "",
-        "Log:",
-        "",
-        *log_table(finished.metrics, "top1"),
+        tables(facts_of(finished, dtype, split), finished.metrics, "top1"),
         "",
     ]
     lines += ["Check:", "", f"    {check}", ""]

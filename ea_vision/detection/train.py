@@ -18,8 +18,7 @@ from torch import nn
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import atomic_write, create, csv_text, write_json
-from ea_vision.base.processes import MOST_WORKERS, World
-from ea_vision.data.bad_images import BadImages
+from ea_vision.base.processes import World
 from ea_vision.detection.coco import CocoFolder, find_coco
 from ea_vision.detection.evaluate import MEASURES, DetectionResult, evaluate, require_pycocotools
 from ea_vision.detection.loaders import BoxEvalLoader, BoxTrainLoader
@@ -36,7 +35,7 @@ from ea_vision.engine.config import (
     OPTIMISER,
     RATE,
     RUN,
-    TrainConfig,
+    StreamConfig,
     option,
     setting,
 )
@@ -59,7 +58,7 @@ log = logging.getLogger("ea_vision.detection.train")
 
 
 @dataclass
-class DetectionConfig(TrainConfig):
+class DetectionConfig(StreamConfig):
     """The options of this trainer."""
 
     model: str = option(
@@ -86,14 +85,6 @@ class DetectionConfig(TrainConfig):
     output: str = setting("", "the run's own folder; empty: runs/detection-MODEL", RUN)
     data_dir: str = setting(
         "", "folder with train/, val/, train.json and val.json, or COCO's own", DATA
-    )
-    workers: int = setting(
-        -1,
-        "processes that decode images, per training process; 0: in this one; -1: one per CPU, up to 8, and "
-        "where processes are spawned (macOS, Windows) one per 1,000 images",
-        DATA,
-        minimum=-1,
-        maximum=MOST_WORKERS,
     )
     batch_size: int = setting(8, "images per process and step", LENGTH, minimum=1)
     eval_batch_size: int = option(
@@ -132,8 +123,6 @@ class DetectionConfig(TrainConfig):
         0.8, "training: smallest longer side of an image, in units of img_size", AUGMENT, above=0.0
     )
     scale_max: float = option(1.2, "training: its largest longer side", AUGMENT, above=0.0)
-    hflip: float = option(0.5, "probability of a left-right flip", AUGMENT, maximum=1.0)
-    max_bad_images: int = setting(10, "the run stops when more images cannot be read", DATA)
 
     def __post_init__(self):
         super().__post_init__()
@@ -201,7 +190,6 @@ class CocoDetection(DataModule):
         super().__init__(config, world, training)
         require_pycocotools()
         require_folder(config)
-        self.bad_images = BadImages(config.max_bad_images)
         self.test = CocoFolder(config.data_dir, "val")
         self.classes = self.test.classes
         self.fingerprint = self.test.fingerprint()

@@ -446,6 +446,22 @@ class TrainConfig:
         return changed
 
 
+@dataclass
+class StreamConfig(TrainConfig):
+    """The options of trainers whose images are decoded as they are needed."""
+
+    workers: int = setting(
+        -1,
+        "processes (threads for FFCV) that decode images, per training process; 0: in this one; -1: one "
+        "per CPU, up to 8, and where processes are spawned (macOS, Windows) one per 1,000 images",
+        DATA,
+        minimum=-1,
+        maximum=MOST_WORKERS,
+    )
+    hflip: float = option(0.5, "probability of a left-right flip", AUGMENT, maximum=1.0)
+    max_bad_images: int = setting(10, "the run stops when more images cannot be read", DATA)
+
+
 def _whole(value: Any) -> int:
     """Return a whole number; 1e3 and 10.0 are whole, too."""
     number = float(value)

@@ -62,7 +62,7 @@ class DataModule:
         self.world = world
         self.about = {}
         self.preparation = preparation_of_run(vars(config))
-        self.bad_images = BadImages(limit=0)
+        self.bad_images = BadImages(getattr(config, "max_bad_images", 0))
 
     def _train_on(self, train, evaluated, classes: str = "classes") -> None:
         """Set the attributes of sources of images, to train on and to evaluate on; each has a name, a fingerprint and

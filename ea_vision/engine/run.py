@@ -323,6 +323,8 @@ def finish(trainer: Trainer, about: dict) -> None:
     data = trainer.data
     tested = config.test and data.eval_split == "held_out"
     split = "test" if tested else data.eval_split
+    images = {"test": "images to evaluate on", "held_out": "images held out"}[split]
+    images = "test images" if tested else images
     last = best = _final_figures(trainer, progress.rows[-1], tested)
     if 0 < progress.best_epoch < len(progress.rows):
         trainer.best_model.load_state_dict(read_weights(folder / run_folder.WEIGHTS))
@@ -338,16 +340,15 @@ def finish(trainer: Trainer, about: dict) -> None:
             "tta": "none",
             "hardware": about["hardware"],
         }
-        card = card_of(trainer, about, results, split)
+        card = card_of(trainer, about, best, f"{results[f'{split}_images']} {images}")
         atomic_write(folder / run_folder.CARD, card.encode("utf-8", "surrogateescape"))
         write_json(folder / run_folder.RESULTS, results)
         trainer.step_log.close()
     trainer.world.barrier()
-    images = "images held out" if split == "held_out" else "the images to evaluate on"
     log.info(
-        "%s on %s: best weights (epoch %d) %s, last weights %s",
+        "%s on the %s: best weights (epoch %d) %s, last weights %s",
         trainer.quality,
-        "the test images" if tested else images,
+        images,
         progress.best_epoch,
         trainer.text_of(best),
         trainer.text_of(last),

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ea_vision.base.errors import UsageError
-from ea_vision.base.processes import MOST_WORKERS, World
-from ea_vision.data.bad_images import BadImages
+from ea_vision.base.processes import World
 from ea_vision.data.batches import GrowingSize
 from ea_vision.data.beton import Beton, Evaluated
 from ea_vision.data.ffcv import BetonTrainLoader
@@ -28,7 +27,16 @@ from ea_vision.data.named_datasets import check_dataset_name, open_dataset
 from ea_vision.data.splits import find_split
 from ea_vision.engine import run
 from ea_vision.engine.classification import ClassificationConfig, ClassificationTrainer
-from ea_vision.engine.config import AUGMENT, DATA, EVALUATION, MODEL, RUN, option, setting
+from ea_vision.engine.config import (
+    AUGMENT,
+    DATA,
+    EVALUATION,
+    MODEL,
+    RUN,
+    StreamConfig,
+    option,
+    setting,
+)
 from ea_vision.engine.data_module import DataModule
 from ea_vision.zoo.create import REFUSALS
 from ea_vision.zoo.preparation import OPTIONS, preparation_of
@@ -49,21 +57,13 @@ EXAMPLES = """\
 
 
 @dataclass
-class ImageNetConfig(ClassificationConfig):
+class ImageNetConfig(StreamConfig, ClassificationConfig):
     """The options of this trainer."""
 
     model: str = option("ea_aa_resnet50", "registered timm model, ours or timm's", MODEL)
     recipe: str = setting("imagenet", "name in ea_vision/recipes, a YAML file, or none", RUN)
     output: str = setting("", "the run's own folder; empty: runs/imagenet-MODEL", RUN)
     data_dir: str = setting("", "folder with train and val, folders or tars of classes", DATA)
-    workers: int = setting(
-        -1,
-        "processes (threads for FFCV) that decode images, per training process; 0: in this one; -1: one "
-        "per CPU, up to 8, and where processes are spawned (macOS, Windows) one per 1,000 images",
-        DATA,
-        minimum=-1,
-        maximum=MOST_WORKERS,
-    )
     dataset: str = option(
         "",
         "another data set: torch/NAME of torchvision's, hfds/NAME of Hugging Face's; empty: images",
@@ -80,13 +80,6 @@ class ImageNetConfig(ClassificationConfig):
     )
     val_beton: str = setting(
         "", "FFCV file of the images to evaluate on; empty: data_dir is read", DATA
-    )
-    os_cache: str = option(
-        "auto",
-        "FFCV: order of the training images; on: random over the whole file; off: random "
-        "within a few pages at a time; auto: on if the file fits in half the memory",
-        DATA,
-        choices=("auto", "on", "off"),
     )
     train_split: str = setting(
         "",
@@ -138,7 +131,6 @@ class ImageNetConfig(ClassificationConfig):
     crop_scale: float = option(
         0.08, "least share of an image's area in a training crop", AUGMENT, above=0.0, maximum=1.0
     )
-    hflip: float = option(0.5, "probability of a left-right flip", AUGMENT, maximum=1.0)
     ratio: list[float] = option(
         [0.75, 4 / 3],
         "least and greatest ratio of width to height of a training crop (not FFCV)",
@@ -165,7 +157,6 @@ class ImageNetConfig(ClassificationConfig):
         DATA,
         choices=("bilinear", "bicubic"),
     )
-    max_bad_images: int = setting(10, "the run stops when more images cannot be read", DATA)
 
     def __post_init__(self):
         super().__post_init__()
@@ -226,7 +217,6 @@ class ClassFolders(DataModule):
 
     def __init__(self, config: ImageNetConfig, world: World, training: bool):
         super().__init__(config, world, training)
-        self.bad_images = BadImages(config.max_bad_images)
         if training:
             if not config.train_beton:
                 checked_train_transform(config, config.img_size)
@@ -317,15 +307,8 @@ class ClassFolders(DataModule):
         if not config.train_beton:
             transform = partial(checked_train_transform, config)
             return ImageTrainLoader(self.train, transform=transform, **keywords)
-        os_cache = config.os_cache == "on"
-        if config.os_cache == "auto":  # one order for all, on any machine
-            os_cache = all(self.world.gather(self.train.fits_in_memory()))
         return BetonTrainLoader(
-            self.train,
-            os_cache=os_cache,
-            scale=(config.crop_scale, 1.0),
-            hflip=config.hflip,
-            **keywords,
+            self.train, scale=(config.crop_scale, 1.0), hflip=config.hflip, **keywords
         )
 
     def eval_loader(self, **keywords) -> ImageEvalLoader:

@@ -118,7 +118,7 @@ def test_a_complete_run_has_a_card_of_its_weights(finished):
     assert result.metric_type == "accuracy"
     assert result.metric_value == round(best["top1"], 2)
     config, about = run_folder.read_config(finished)
-    assert f"{best['top1']:.2f}% on 30 test images" in text
+    assert f"{best['top1']:.2f}% on 30 test images" in text, text
     assert f"model_ema_decay {config['model_ema_decay']}" in text
     assert about["data_fingerprint"] in text
     assert str(finished.parent) not in text, "paths of a machine are private"

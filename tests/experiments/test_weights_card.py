@@ -7,7 +7,7 @@ import yaml
 from torchvision.transforms.functional import normalize
 
 from ea_vision.data.small_images import load_dataset
-from ea_vision.engine import card, run_folder
+from ea_vision.engine import run_folder
 from ea_vision.engine.evaluate import logits_by_views
 from experiments import weights_card
 from tests.engine.runner import arguments, make_folder, train
@@ -51,15 +51,3 @@ def test_the_card_of_exported_weights_has_the_figures_of_the_file(tmp_path, monk
             "--evaluate test_resnet.t --dataset folder --data-dir DIR --tta six",
         ):
             assert said in text
-
-
-def test_cards_say_which_updates_an_earlier_start_made():
-    by = {1: "a", 11: "a", 21: "b", 31: "c", 41: "b"}
-    starts = [{"update": update, "by": name} for update, name in by.items()]
-
-    def by_update(starts):
-        return card.by_update(starts, lambda start: start["by"])
-
-    assert by_update(starts) == "b (updates 1 to 20: a; updates 31 to 40: c)"
-    assert by_update(starts[1:2]) == "a (updates 1 to 10: not recorded)"
-    assert by_update(starts[:1]) == "a"
