@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ea_vision.base.errors import CommandParser, RunError, UsageError
 from ea_vision.base.files import check_output
+from ea_vision.deployment.deploy import LARGEST
 from ea_vision.deployment.files import (
     OPSET,
     SUFFIXES,
@@ -28,7 +29,6 @@ from ea_vision.deployment.files import (
     export_program,
     write,
 )
-from ea_vision.deployment.fold import LARGEST
 from ea_vision.recorder.selection import add_options
 from ea_vision.zoo.inputs import find_images, read_image
 from ea_vision.zoo.loaded import LoadedModel, check_classifies, load_model

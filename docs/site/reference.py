@@ -14,7 +14,7 @@ START = {
     "ea_vision.unevolve": "ea_vision.models.evolve.unevolve",
     "ea_vision.from_pretrained": "ea_vision.models.huggingface.from_pretrained",
     "ea_vision.record_attention": "ea_vision.recorder.recording.record_attention",
-    "ea_vision.deploy": "ea_vision.deployment.fold.deploy",
+    "ea_vision.deploy": "ea_vision.deployment.deploy.deploy",
     "ea_vision.visualize.plot_heatmap": "ea_vision.visualize.heatmap.plot_heatmap",
     "ea_vision.visualize.plot_strip": "ea_vision.visualize.strip.plot_strip",
     "ea_vision.visualize.show_page": "ea_vision.visualize.explore.show_page",

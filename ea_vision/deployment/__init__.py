@@ -7,4 +7,4 @@ In eager PyTorch and under torch.compile the kernels of `ea_vision.ops` still co
 computes it by plain operations with folded weights, those of `ea_vision.deployment.attention`.
 """
 
-from ea_vision.deployment.fold import deploy
+from ea_vision.deployment.deploy import deploy

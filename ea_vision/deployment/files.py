@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import atomic_write
-from ea_vision.deployment.fold import deploy, example_images
+from ea_vision.deployment.deploy import deploy, example_images
 from ea_vision.ops import Size
 
 SUFFIXES = (".onnx", ".pt2")

@@ -87,25 +87,25 @@ def take_convolution(
     """
     for name in ("weight", "bias"):
         plain = state_dict.pop(prefix + name, None)
-        own = getattr(layer.conv, name, None)
-        if plain is not None and own is not None:
-            _check_shape(prefix + name, plain, own, exactly=layer.fusion == "add")
-            state_dict[f"{prefix}conv.{name}"] = plain[: len(own)]
+        target = getattr(layer.conv, name, None)
+        if plain is not None and target is not None:
+            _check_shape(prefix + name, plain, target, exactly=layer.fusion == "add")
+            state_dict[f"{prefix}conv.{name}"] = plain[: len(target)]
     if keep_attention:
         for name, value in layer.state_dict().items():
             state_dict.setdefault(prefix + name, value)
 
 
-def _check_shape(name: str, weight: Tensor, own: Tensor, exactly: bool) -> None:
-    """Raise ValueError if a plain weight lacks the shape of the layer's own; it may have more output channels, unless
+def _check_shape(name: str, weight: Tensor, target: Tensor, exactly: bool) -> None:
+    """Raise ValueError if a plain weight lacks the shape of the target; it may have more output channels, unless
     `exactly`."""
-    enough = len(weight) == len(own) if exactly else len(weight) >= len(own)
-    if weight.shape[1:] == own.shape[1:] and enough:
+    enough = len(weight) == len(target) if exactly else len(weight) >= len(target)
+    if weight.shape[1:] == target.shape[1:] and enough:
         return
     least = "" if exactly else "at least "
-    others = ", ".join(str(size) for size in own.shape[1:])
+    others = ", ".join(str(size) for size in target.shape[1:])
     raise ValueError(
-        f"{name} must have {least}{len(own)} output channels and shape (*, {others}), "
+        f"{name} must have {least}{len(target)} output channels and shape (*, {others}), "
         f"got {tuple(weight.shape)}"
     )
 

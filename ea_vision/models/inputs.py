@@ -8,7 +8,7 @@ from torch import nn
 from ea_vision.base.errors import UsageError
 from ea_vision.ops import Size
 
-MOST_CHANNELS = 4  # of an image
+COMMON_CHANNELS = 4  # up to which the input of a convolution is taken for an image
 
 
 def input_channels(model: nn.Module) -> int:
@@ -27,7 +27,7 @@ def input_channels(model: nn.Module) -> int:
     for name, module in model.named_modules():
         if isinstance(module, nn.Conv2d) and ".evolution." not in name:  # evolutions take maps
             convolutions.append(module.in_channels)
-    channel_counts = [channels for channels in convolutions if channels <= MOST_CHANNELS]
+    channel_counts = [channels for channels in convolutions if channels <= COMMON_CHANNELS]
     if channel_counts:
         return channel_counts[0]
     if config.get("input_size"):

@@ -21,10 +21,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ea_vision.layers.inspect_attention import owners, prefix_names
+from ea_vision.models.inputs import COMMON_CHANNELS
 from ea_vision.ops import Size
 from ea_vision.recorder.interception import Hooks
-
-COMMON_CHANNELS = 4  # up to which a network's first argument is an image, whatever its stem takes
 
 
 @dataclass(frozen=True)

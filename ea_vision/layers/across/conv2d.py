@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ea_vision.layers.evolution import Evolution, check_kernel_size, register_evolution
+from ea_vision.layers.evolution import Evolution, check_kernel_size, new_gate, register_evolution
 from ea_vision.ops import Size
 from ea_vision.ops.reference import among_patches, with_prefix
 
@@ -53,7 +53,7 @@ class FourDimensionalConvolution(Evolution):
         check_kernel_size(kernel_size)
         dd = {"device": device, "dtype": dtype}
         self.num_prefix_tokens = 0
-        self.alpha = nn.Parameter(torch.full((), float(alpha), **dd))
+        self.alpha = new_gate("alpha", alpha, True, num_heads, **dd)
         shape = (num_heads, num_heads, kernel_size, kernel_size)
         self.keys = nn.Parameter(std * torch.randn(shape, **dd))
         self.queries = nn.Parameter(std * torch.randn(shape, **dd))

@@ -6,7 +6,7 @@ They do not change the maps, so every implementation can compute these.
 import torch
 from torch import Tensor, nn
 
-from ea_vision.layers.evolution import Evolution, all_zero, register_evolution
+from ea_vision.layers.evolution import Evolution, all_zero, new_gate, register_evolution
 
 LEAST_SQUARE = 1e-24  # lower bound of a value's squared length
 
@@ -45,8 +45,8 @@ class ExclusiveAttention(OutputMechanism):
         super().__init__()
         self.gain = None
         if gain is not None:
-            start = torch.full((num_heads,), float(gain), device=device, dtype=dtype)
-            self.gain = nn.Parameter(start)
+            dd = {"device": device, "dtype": dtype}
+            self.gain = new_gate("gain", gain, "per_head", num_heads, **dd)
 
     def mix_output(self, out: Tensor, values: Tensor, x: Tensor) -> Tensor:
         wide_dtype = torch.promote_types(out.dtype, torch.float32)

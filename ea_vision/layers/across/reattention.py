@@ -1,9 +1,8 @@
 """Maps mixed across heads and normalised after the softmax: DeepViT's re-attention."""
 
-import torch
 from torch import Tensor, nn
 
-from ea_vision.layers.evolution import Evolution, register_evolution
+from ea_vision.layers.evolution import Evolution, new_gate, register_evolution
 
 
 class Gained(Evolution):
@@ -23,8 +22,7 @@ class Gained(Evolution):
         super().__init__()
         self.gain = None
         if gain is not None:
-            start = torch.full((), float(gain), device=device, dtype=dtype)
-            self.gain = nn.Parameter(start)
+            self.gain = new_gate("gain", gain, True, 1, device=device, dtype=dtype)
 
     def refine(self, attn: Tensor) -> Tensor:
         """Return the paper's maps from the probabilities, (B, K, N, N) each."""

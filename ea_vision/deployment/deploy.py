@@ -42,22 +42,19 @@ def _outputs_by_images(model: nn.Module) -> list[tuple[Tensor, list[Tensor]]]:
     """
     config = getattr(model, "pretrained_cfg", None) or {}
     stated = built_size(model) or (config.get("input_size") or ())[-2:]
-    results = []
-    usual = [(side, side) for side in USUAL_SIDES]
-    for size in [stated] if stated else usual:
+    for size in [stated] if stated else [(side, side) for side in USUAL_SIDES]:
         images = example_images(model, size)
         try:
             outputs = model(images)
+            break
         except Exception as error:
             failure = error
-            continue
-        results.append((images, _tensors(outputs)))
-        break
-    if not results:
+    else:
         raise UsageError(
             f"a network for images {tuple(images.shape)} is required, and {type(model).__name__} fails on "
             f"one: {failure}"
         ) from failure
+    results = [(images, _tensors(outputs))]
     height, width = size
     smaller = example_images(model, (_reduced(height, 3 / 4), _reduced(width, 7 / 8)))
     if smaller.shape == images.shape:
