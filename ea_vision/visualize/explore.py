@@ -57,6 +57,7 @@ SOURCE = Path(__file__).with_name("page_source")
 # each module stands after those that it imports
 FILES = ("page.html", "page.css", "maps.js", "state.js", "draw.js", "panel.js", "main.js")
 STORED_PARTS = (*PARTS, OWN_ALONE)
+DESCRIBED = ("imgSize", "prefix", "mixes", "layers")  # what all entries share
 DIFFERENCE = "difference"  # half the sum of |attention - own alone| of a query, 0 to 1
 MEGABYTE = 1_000_000
 HIDDEN = 255  # the code of -inf
@@ -196,20 +197,8 @@ class Explorer:
         """Return one description per model: label, image size (from `entry`, a result of `view`), prefix tokens, kind
         of evolution and layers."""
         described = []
-        for model, layers, view in zip(self.models, self.layers, entry["models"], strict=True):
-            numbers = []
-            for layer in layers:
-                evolves = "prev_logits" in layer.parts
-                heads = view["heads"][layer.number]
-                numbers.append({"number": layer.number, "heads": heads, "evolves": evolves})
-            known = {
-                "label": model.label,
-                "imgSize": view["imgSize"],
-                "prefix": prefix_names(model.model),
-                "mixes": _mixes_own(model.model, layers),
-                "layers": numbers,
-            }
-            described.append(known)
+        for model, view in zip(self.models, entry["models"], strict=True):
+            described.append({"label": model.label, **{name: view[name] for name in DESCRIBED}})
         return described
 
     def view(
@@ -257,7 +246,16 @@ class Explorer:
             "imgSize": seen.img_size,
             "equation": equation(model.model, chosen),
             "predictions": predictions,
-            "heads": {number: self.heads_of(layer) for number, layer in layers.items()},
+            "prefix": prefix_names(model.model),
+            "mixes": _mixes_own(model.model, chosen),
+            "layers": [
+                {
+                    "number": layer.number,
+                    "heads": self.heads_of(layers[layer.number]),
+                    "evolves": "prev_logits" in layer.parts,
+                }
+                for layer in chosen
+            ],
             "featSizes": {number: layer.feat_size for number, layer in layers.items()},
             "prefixes": {number: layer.num_prefix_tokens for number, layer in layers.items()},
             "shares": {number: _sums_to_one(layer) for number, layer in layers.items()},
@@ -479,10 +477,17 @@ def show_page(
     image_list = as_images(images)
     pictures = [read_image(image) for image in image_list]
     explorer = make_explorer(models, pictures[0], layers, **preprocessing)
-    entries = []
-    for name, picture in zip(names_of(image_list), pictures, strict=True):
-        entries.append(explorer.view(name, picture))
-    return PageInNotebook(build_page(explorer, entries), height)
+    jobs = list(zip(names_of(image_list), pictures, strict=True))
+    return PageInNotebook(_page_of(explorer, jobs), height)
+
+
+def _page_of(explorer: Explorer, jobs: Sequence[tuple], epochs: bool = False) -> str:
+    """Return the page of several images, or of one at several epochs, with a progress bar in a terminal.
+
+    jobs: arguments of `Explorer.view`.
+    """
+    progress = tqdm(jobs, unit="image", disable=len(jobs) == 1 or None)
+    return build_page(explorer, [explorer.view(*job) for job in progress], epochs)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -534,10 +539,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         shown = [load(target) for target in targets]
         jobs = list(zip(names_of(paths), pictures, strict=True))
     explorer = make_explorer(shown, pictures[0], options.layers, options.heads, options.parts)
-    entries = []
-    for job in tqdm(jobs, unit="image", disable=len(jobs) == 1 or None):
-        entries.append(explorer.view(*job))
-    page = build_page(explorer, entries, epochs).encode()
+    page = _page_of(explorer, jobs, epochs).encode()
     size = len(page) / MEGABYTE
     if size > options.max_mb:
         print(

@@ -8,6 +8,7 @@ have a diverging scale with 0 in its middle.
 Lines, fonts and colours that are not data follow matplotlib's rcParams.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -222,7 +223,8 @@ def map_sheet(
     **page,
 ) -> Figure:
     """Draw a figure of maps: the photo with its query points, and one block per group of compared maps. Blocks of one
-    row with short titles become a grid. In blocks that have attention beside logits, each row scales its logits.
+    row with short titles become a grid. In blocks that have attention beside logits, each row scales its logits. Colour
+    bars of several blocks have their names.
 
     Args:
         photo: see `photo_of`.
@@ -250,15 +252,10 @@ def map_sheet(
         else:
             foot = f"colours: {bars[0].label}"
             for block, bar in zip(owners, bars, strict=True):
-                block.bars = [bar]
+                name, *_ = re.split("[:\n]", block.title)
+                shared.append(replace(bar, label=name))
     if _fits_grid(blocks):
-        grid = _grid(blocks, narrow=(page.get("width") or PAGE) < 5)
-        for block in compared:
-            name = block.title.split("\n")[0]
-            grid.bars += [replace(bar, label=name) for bar in block.bars]
-        blocks = [grid]
-    else:
-        foot = ""
+        blocks = [_grid(blocks, narrow=(page.get("width") or PAGE) < 5)]
     return sheet(title, blocks, note=note, photo=photo, bars=shared, foot=foot, **page)
 
 

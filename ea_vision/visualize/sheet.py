@@ -1,6 +1,6 @@
 """Tiles on a sheet of fixed width: text keeps its size, tiles shrink.
 
-A figure is a list of blocks, a block a grid of tiles with its colour bars. The width in inches is that of a paper's
+A figure is a list of blocks, a block a grid of tiles. The width in inches is that of a paper's
 column (3.3) or page (6.75). Text has 7 to 9 points, scaled in proportion to rcParams["font.size"]; every text is
 measured, so that texts do not overlap. Lengths here are in points, 72 per inch.
 """
@@ -119,13 +119,11 @@ class Block:
     Attributes:
         rows: from top to bottom.
         title: text above them.
-        bars: colour bars below them.
         enlarged: width of a tile relative to those of other blocks.
     """
 
     rows: Sequence[Row]
     title: str = ""
-    bars: list[Bar] = field(default_factory=list)
     enlarged: float = 1.0
 
     def maps(self) -> list[Tile]:
@@ -248,9 +246,9 @@ def _lay_block(block: Block, side: float, room: float, alone: bool) -> _Laid:
     lines = math.ceil(columns / fitting)
     each = math.ceil(columns / lines)
     grid = left + each * (side + GAP) - GAP
-    least = BAR_LENGTH * len(block.bars)
+    least = 0.0
     if alone or 2 * grid + 3 * GAP > room:  # no other stands beside it
-        least = max(least, text_width(block.title, points("medium")))
+        least = text_width(block.title, points("medium"))
     long_row = len(block.rows) == 1 and columns > 4
     laid = _Laid(max(grid, min(room, least)), whole=lines <= 1 + long_row)
     if block.title:
@@ -261,7 +259,6 @@ def _lay_block(block: Block, side: float, room: float, alone: bool) -> _Laid:
             tiles = row.tiles[first : first + each]
             if tiles:
                 laid.row(tiles, side, left, label)
-    laid.place(_bars(block.bars, laid.width), 0, laid.height)
     return laid
 
 

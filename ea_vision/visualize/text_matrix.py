@@ -6,7 +6,7 @@ causal attention, and padding.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any
 
@@ -34,6 +34,29 @@ HIDDEN_LOGIT = -1e30  # masks add at least this to logits
 
 
 @dataclass
+class Side:
+    """The tokens along a side of a layer's maps.
+
+    Attributes:
+        tokens: as they are written: long ones are cut.
+        padding: True where a position is padding.
+    """
+
+    tokens: Sequence[str]
+    padding: np.ndarray
+
+    @property
+    def room(self) -> float:
+        """How wide the longest token is, in points, with a margin."""
+        return points() + max(text_width(token, points()) for token in self.tokens)
+
+    @property
+    def length(self) -> float:
+        """How long the side is, in points, if every token is written."""
+        return CELL * points() * len(self.tokens)
+
+
+@dataclass
 class Tokens:
     """The tokens along the sides of a network's maps.
 
@@ -45,7 +68,7 @@ class Tokens:
 
     source: Sequence[str]
     target: Sequence[str] = ()
-    padding: Sequence[np.ndarray | None] = field(default=(None, None))
+    padding: Sequence[np.ndarray | None] = (None, None)
 
     def kind(self, layer: LayerMaps) -> str:
         """Return "encoder", "decoder" or "cross" in a network with a target, by the module's name; else ""."""
@@ -55,27 +78,29 @@ class Tokens:
             return "cross"
         return "decoder" if "decoder" in layer.name else "encoder"
 
-    def sides(self, layer: LayerMaps) -> list[tuple[Sequence[str], np.ndarray]]:
-        """Return tokens and padding of a layer's queries and of its keys. A decoder has the target
-        on both sides; cross attention asks from the target to the source.
+    def sides(self, layer: LayerMaps) -> list[Side]:
+        """Return the sides of a layer's queries and of its keys. A decoder has the target on both sides; cross
+        attention asks from the target to the source.
 
         Raises:
             UsageError: the layer has other numbers of queries or keys.
         """
         [part, *_] = layer.recorded()
         kind = self.kind(layer)
+        targets = {"queries": kind in ("decoder", "cross"), "keys": kind == "decoder"}
         sides = []
-        for what, index, count in (
-            ("queries", int(kind in ("decoder", "cross")), layer[part].shape[-2]),
-            ("keys", int(kind == "decoder"), layer[part].shape[-1]),
-        ):
+        for (what, index), count in zip(targets.items(), layer[part].shape[-2:], strict=True):
             tokens = (self.source, self.target)[index]
             if len(tokens) != count:
                 raise UsageError(
                     f"layer {layer} has {count} {what}: as many tokens are required, got {len(tokens)}"
                 )
             padding = self.padding[index]
-            sides.append((tokens, np.zeros(count, bool) if padding is None else padding))
+            written = [
+                token if len(token) <= LONGEST_TOKEN else f"{token[: LONGEST_TOKEN - 1]}…"
+                for token in tokens
+            ]
+            sides.append(Side(written, np.zeros(count, bool) if padding is None else padding))
         return sides
 
 
@@ -177,7 +202,8 @@ def token_block(
         UsageError: the layer has another number of tokens.
     """
     room = 72 * (width or PAGE) - 2 * MARGIN
-    side = min(room, _size(tokens.sides(layer))[0])
+    queries, keys = tokens.sides(layer)
+    side = min(room, queries.room + keys.length)
     each = max(1, int(room // side))
     tiles = [_tile(layer, tokens, head, part, style) for head in heads]
     rows = [Row(tiles[first : first + each]) for first in range(0, len(tiles), each)]
@@ -185,57 +211,33 @@ def token_block(
     return Block(rows, name, enlarged=side / LARGEST_TILE)
 
 
-def _written(tokens: Sequence[str]) -> list[str]:
-    return [
-        token if len(token) <= LONGEST_TOKEN else f"{token[: LONGEST_TOKEN - 1]}…"
-        for token in tokens
-    ]
-
-
-def _margins(sides: Sequence[tuple[Sequence[str], np.ndarray]]) -> list[float]:
-    """Return the room for the tokens of queries (left) and of keys (above), in points."""
-    margins = []
-    for tokens, _ in sides:
-        margins.append(points() + max(text_width(token, points()) for token in _written(tokens)))
-    return margins
-
-
-def _size(sides: Sequence[tuple[Sequence[str], np.ndarray]]) -> tuple[float, float]:
-    """Return width and height in points of a tile in which every token is written."""
-    left, above = _margins(sides)
-    cell = CELL * points()
-    return left + cell * len(sides[1][0]), above + cell * len(sides[0][0])
-
-
 def _tile(layer: LayerMaps, tokens: Tokens, head: Head, part: str, style: MapStyle) -> Tile:
-    sides = tokens.sides(layer)
+    queries, keys = tokens.sides(layer)
     maps = layer[part][0].float().cpu()
-    if part == "attn":
-        hidden = (maps == 0).all(0).numpy()
-    else:
-        hidden = (maps <= HIDDEN_LOGIT).all(0).numpy()
-    hidden |= sides[0][1][:, None] | sides[1][1]
+    blank = maps == 0 if part == "attn" else maps <= HIDDEN_LOGIT
+    hidden = blank.all(0).numpy() | queries.padding[:, None] | keys.padding
     place = head if head == MEAN else layer.heads.index(head)
     values = of_head(maps, place).numpy()
     if part == "attn":
         values = values * (~hidden).sum(-1, keepdims=True)
-    width, height = _size(sides)
 
     def paint(axes: Axes, norm: Normalize) -> None:
-        left, above = _margins(sides)
         wide, high = (72 / axes.figure.dpi * length for length in axes.bbox.size)
-        inside = axes.inset_axes((left / wide, 0, 1 - left / wide, 1 - above / high))
+        left = queries.room / wide
+        below = 1 - keys.room / high
+        inside = axes.inset_axes((left, 0, 1 - left, below))
         shown = np.ma.masked_where(hidden, values)
         inside.imshow(shown, style.colormap(part), norm, aspect="auto", interpolation="nearest")
         inside.xaxis.tick_top()
-        for axis, (texts, _), length in (
-            (inside.yaxis, sides[0], high - above),
-            (inside.xaxis, sides[1], wide - left),
+        for axis, side, length in (
+            (inside.yaxis, queries, high * below),
+            (inside.xaxis, keys, wide * (1 - left)),
         ):
-            step = math.ceil(CELL * points() * len(texts) / length - 0.01)
-            axis.set_ticks(range(0, len(texts), step), _written(texts)[::step])
+            step = math.ceil(side.length / length - 0.01)
+            axis.set_ticks(range(0, len(side.tokens), step), side.tokens[::step])
             axis.set_tick_params(length=0, pad=points() / 2, labelsize=points())
         inside.tick_params("x", rotation=90)
         inside.spines[:].set_linewidth(0.5)
 
-    return Tile(paint, head_name(head), aspect=height / width, values=values[~hidden], part=part)
+    aspect = (keys.room + queries.length) / (queries.room + keys.length)
+    return Tile(paint, head_name(head), aspect=aspect, values=values[~hidden], part=part)
