@@ -263,16 +263,19 @@ class SequenceMaps(MapsAttention, nn.Module):
 
     def check_reading(self, logits: Tensor) -> None:
         """Raise ValueError if a mask hides other entries than padding and, in a decoder, later keys."""
-        if logits.is_meta:
+        message = (
+            f"evolution {self.chain.kind!r} (causal={self.causal!r}) needs a mask that hides only padding "
+            "and, if causal, later keys: decoders, windows and packed sequences have other masks"
+        )
+        if logits.is_meta:  # without numbers: only more keys than queries are seen
+            Q, N = logits.shape[-2:]
+            if N > Q and not self.chain.cross:
+                raise ValueError(message)
             return
         reading = self.reading
         differs = reading.allowed != readable(logits, self.causal, reading.keys)
         if reading.queries is not None:
             differs = differs & ~reading.queries[:, None, :, None]
-        message = (
-            f"evolution {self.chain.kind!r} (causal={self.causal!r}) needs a mask that hides only padding "
-            "and, if causal, later keys: decoders, windows and packed sequences have other masks"
-        )
         if torch.compiler.is_compiling():
             torch._assert_async(~differs.any(), message)
         elif differs.any():

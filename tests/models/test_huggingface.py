@@ -28,6 +28,8 @@ from tests.test_docs import blocks
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
+from experiments.transformers_models import build  # noqa: E402
+
 SMALL = dict(hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=32)
 VISION = dict(SMALL, image_size=32, patch_size=8)
 TEXT = dict(SMALL, vocab_size=50, max_position_embeddings=40)
@@ -942,7 +944,7 @@ def pyramid(depths):
 
 
 def twice():
-    """A model whose layers call attention twice."""
+    """Return a model whose layers call attention twice."""
     config = transformers.DiffLlamaConfig(**TEXT, num_key_value_heads=2)
     return transformers.DiffLlamaModel(config)
 
@@ -959,6 +961,7 @@ def twice():
         (partial(pyramid, [1, 1, 1, 1]), "ea", "prev_logits of shape .* required, got"),
         (twice, "residual", "layer 2 of the chain must follow layer 1"),
         (twice, "ea", "layer 2 of the chain must follow layer 1"),
+        (partial(build, "t5gemma2"), "ea", "needs a mask that hides only padding"),
     ],
 )
 def test_what_the_forward_cannot_do_is_refused_before_it(create_model, kind, reason):
