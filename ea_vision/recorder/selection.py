@@ -67,8 +67,8 @@ def parse_queries(
         match = re.fullmatch(f"({NUMBER}), ?({NUMBER})|{TOKEN}", text)
         if not match:
             raise UsageError(
-                "a query must be y,x in pixels, or a token before a transformer's patches (cls, dist, "
-                f"reg1, ...), got {text!r}"
+                "a query must be y,x in pixels, all, a token before a transformer's patches (cls, dist, "
+                f"reg1, ...) or an object's query (query1, ...), got {text!r}"
             )
         if not match[1]:
             points.append(text)

@@ -18,8 +18,8 @@ plot_sampling    the area that a spatial transformer samples, and its output
 show_page        the page of `ea-vision explore`, inside a notebook
 
 `ea_vision.visualize.figure_request` explains the arguments. To draw several figures from one forward, call `record`
-once and pass the recording to the modules' draw_* functions. Heads are counted from 0, layers from 1, query points are
-(y, x) in pixels of the input.
+once, with a network of `ea_vision.zoo.loaded`, and pass the recording to the modules' draw_* functions. Heads are
+counted from 0, layers from 1, query points are (y, x) in pixels of the input.
 """
 
 from ea_vision.base.lazy import import_later

@@ -237,7 +237,8 @@ class Explorer:
         elif model.num_classes:
             logits = getattr(seen.output, "logits", seen.output)
             predictions = model.likeliest(logits[0].float().softmax(-1), 3)
-            _add_evidence(predictions, seen)
+            if alone or "attn" in self.parts:
+                _add_evidence(predictions, seen)
         else:
             predictions = []
         photo = (seen.pixels() * 255).round().astype(np.uint8)

@@ -77,7 +77,8 @@ def make_parser(
             nargs="+",
             metavar="Y,X|cls|all",
             help="query points in pixels of the network's input, from its top left corner; all: the mean of "
-            "all pixels' queries; cls, dist, reg1, ...: tokens before a vision transformer's patches "
+            "all pixels' queries; cls, dist, reg1, ...: tokens before a vision transformer's patches; "
+            "query1, ...: those of a detector's objects "
             "(default: points on a diagonal, or the middle for one)",
         )
     parser.add_argument(

@@ -10,7 +10,8 @@ Arguments of the functions `plot_*` (each takes those that its figure needs):
                queries at most 6, evenly spaced, and no more than fit a page (rollout, statistics: all).
     heads      numbers from 0, "mean", or a text such as "0,2,mean"; None: all and their mean.
     queries    points (y, x) in pixels of the network's input; names of tokens before a vision transformer's patches,
-               such as "cls"; or "all": the mean of all pixels' queries. None: three points on the diagonal.
+               such as "cls", or of a detector's learned queries, "query1", ...; or "all": the mean of all pixels'
+               queries. None: three points on the diagonal.
     width      of the figure in inches, 3.3 for a paper's column, 6.75 for its page; None: as wide as it needs to be, at
                most 6.75.
     mean, std  three numbers each, for images in 0..1; None: the model's.

@@ -245,3 +245,11 @@ def test_each_class_has_a_picture_of_its_evidence():
     shown = Image.open(io.BytesIO(data))
     expected = Image.fromarray((drawn * 255).astype(np.uint8)).resize(shown.size)
     assert np.abs(np.asarray(shown, float) - np.asarray(expected, float)).mean() < 2
+
+
+def test_a_page_without_attention_has_no_evidence():
+    """It is computed from the recorded attention."""
+    model = load_model("ea_conv_transformer_cifar")
+    page = explore.Explorer([model], [recordable_layers(model.model)], parts=("logits",))
+    [view] = page.view("photo", picture(0))["models"]
+    assert "evidence" not in view["predictions"][0]

@@ -39,7 +39,7 @@ from .conftest import PHOTO, small
         ("heatmap --queries \u00b2,1", "a query must be y,x in pixels.*got '\u00b2,1'"),
         (
             "heatmap --queries reg0",
-            "or a token before a transformer's patches .cls, dist, reg1, .*got 'reg0'",
+            "a token before a transformer's patches .cls, dist, reg1, .*got 'reg0'",
         ),
         (
             "heatmap --img-size 99999999",
