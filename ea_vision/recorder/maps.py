@@ -220,7 +220,8 @@ class LayerMaps:
         return torch.cat([prefix, cells], -1)
 
     def token(self, cell: Cell) -> int:
-        """Return the row of a query: (row, column) of the map, or a prefix token by name, such as "cls".
+        """Return the row of a query: (row, column) of the map, or a token by name, such as "cls", or "token5" of a
+        sequence and of a layer whose queries are no pixels ("query5" there, too).
 
         Raises:
             UsageError: this layer has no such query.
@@ -235,12 +236,17 @@ class LayerMaps:
                 )
             return self.num_prefix_tokens + row * width + column
         self.check_places()
-        if cell not in self.query_names:
+        names = self.query_names
+        if not names and self.layout.image is None:  # a sequence
+            names = tuple(f"token{number + 1}" for number in range(self.feat_size[1]))
+        name = cell.replace("token", "query") if "query1" in names else cell
+        if name not in names:
+            shown = names if len(names) < 8 else (*names[:3], "...", names[-1])
             raise UsageError(
                 f"query {cell} must be a token before the patches of layer {self}, which has "
-                f"{', '.join(self.query_names) or 'none'}"
+                f"{', '.join(shown) or 'none'}"
             )
-        return self.query_names.index(cell)
+        return names.index(name)
 
     def cell_of(self, query: Query) -> Cell:
         """Return the cell of the map that contains a pixel (y, x) of the input; a token's name unchanged.

@@ -322,5 +322,6 @@ def test_cells_outside_of_the_map_are_refused(layer, cell):
 def test_queries_of_a_sequence_are_its_tokens():
     layer = recorded(Sequence().eval(), torch.randn(2, 6, 8))[1]
     assert torch.equal(layer.of_query((0, 4))[1].flatten(2), layer.attn[:, :, 4])
+    assert torch.equal(layer.of_query("token5")[1], layer.of_query((0, 4))[1])
     with refused("within the input of 1x6"):
         layer.of_query((1, 0))

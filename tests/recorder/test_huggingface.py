@@ -143,6 +143,8 @@ def test_object_queries_look_at_places_of_the_image():
     assert across.layout.key_size == (2, 3)
     assert across.layout.query_names == ("query1", "query2", "query3", "query4", "query5")
     assert_close(across.attn.sum(-1), torch.ones(2, 4, 5))
+    for query in ("query3", "token3"):
+        assert torch.equal(across.of_query(query)[1], across.attn[:, :, 2].unflatten(-1, (2, 3)))
 
 
 def table():
