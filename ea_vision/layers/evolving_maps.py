@@ -68,9 +68,7 @@ class EvolvingMaps(StepByStep):
             the heads' outputs (B, K, N, D), and the logits (B, K, N, N), or None if no layer reads them.
         """
         if self.evolution is not None and self.evolution.reads_previous:
-            B, K, N, _ = q.shape
-            if prev_logits is None or prev_logits.shape != (B, K, N, N):
-                check_prev_logits(prev_logits, B, K, N)
+            check_prev_logits(prev_logits, *q.shape[:3])
         out, logits = self._attend(q, k, v, prev_logits, feat_size, bias, need_logits)
         if self.evolution is not None and self.evolution.mixes_output:
             tokens = x if x.ndim == 3 else x.flatten(2).transpose(1, 2)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ea_vision.layers.windows import SeesWindows
 from ea_vision.ops import Size, log_large_map
-from ea_vision.ops.rel_pos import fit_rel_table, tables_on_map
+from ea_vision.ops.rel_pos import fit_rel_table, reaches, tables_on_map
 
 POSITIONS = ("relative", "none", "sine", "coord")
 
@@ -121,7 +121,7 @@ class PositionTables(SeesWindows):
         """Return (name, number of offsets to one side) of each position table for a map of (height, width)."""
         if not self.relative:
             return []
-        high, wide = self.reaches(feat_size)
+        high, wide = reaches(feat_size, self.window)
         return [("height_rel", high), ("width_rel", wide)]
 
     def tables_on(self, feat_size: Size) -> tuple[Tensor | None, Tensor | None]:

@@ -8,7 +8,7 @@ Shape letters: K heads, N pixels of a map.
 from torch import nn
 
 from ea_vision.ops import Size, check_windows
-from ea_vision.ops.rel_pos import reach
+from ea_vision.ops.rel_pos import reaches
 
 
 class SeesWindows:
@@ -45,20 +45,13 @@ class SeesWindows:
                 f"softmax and would reach beyond the window; got {window}"
             )
 
-    def reaches(self, feat_size: Size) -> Size:
-        """Return how many rows and columns, its own included, a query sees to one side on a map of (height, width)."""
-        if self.window is None:
-            return feat_size
-        height, width = self.window
-        return reach(feat_size[0], height), reach(feat_size[1], width)
-
     def map_elements(self, feat_size: Size) -> int:
         """Return the number of query-key pairs that attention reads on a map of (height, width), in all heads."""
         K = self.num_heads
         heads = K * self.head_window
         if self.head_border == "clip":
             heads = _count_pairs(K, min(K, self.head_window // 2 + 1))
-        high, wide = self.reaches(feat_size)
+        high, wide = reaches(feat_size, self.window)
         rows = _count_pairs(feat_size[0], high)
         columns = _count_pairs(feat_size[1], wide)
         return heads * rows * columns

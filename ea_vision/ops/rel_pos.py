@@ -36,12 +36,16 @@ def fit_rel_table(table: Tensor, size: int) -> Tensor:
     return F.interpolate(rows, size=new, mode="linear", align_corners=False).squeeze(0).t()
 
 
-def reach(size: int, window: int | None) -> int:
-    """Return the most pixels that attention sees to one side along an axis, including the query's own.
+def reaches(feat_size: Size, window: Size | None) -> Size:
+    """Return the most rows and columns that attention sees to one side on a map of (height, width), including the
+    query's own.
 
-    Tables have 2 * reach - 1 rows, one per offset. `window` is the window's odd side, or None.
+    Tables have 2 * reach - 1 rows, one per offset. `window` is the window's odd (height, width), or None.
     """
-    return size if window is None else min(size, (window + 1) // 2)
+    if window is None:
+        return feat_size
+    height, width = window
+    return min(feat_size[0], (height + 1) // 2), min(feat_size[1], (width + 1) // 2)
 
 
 def tables_on_map(
@@ -53,14 +57,15 @@ def tables_on_map(
     """
     if height_rel is None or width_rel is None:
         return height_rel, width_rel
-    tables = []
-    for table, size, side in zip(
-        (height_rel, width_rel), feat_size, window or (None, None), strict=True
-    ):
-        fitted = fit_rel_table(table, reach(size, side))
-        missing = size - (fitted.shape[0] + 1) // 2
-        tables.append(F.pad(fitted, [0, 0, missing, missing]) if missing else fitted)
-    return tables[0], tables[1]
+    high, wide = reaches(feat_size, window)
+    return _on_axis(height_rel, feat_size[0], high), _on_axis(width_rel, feat_size[1], wide)
+
+
+def _on_axis(table: Tensor, size: int, reach: int) -> Tensor:
+    """Return a table fitted to a reach, with rows of zeros for the offsets beyond it on an axis of `size` pixels."""
+    beyond = size - reach
+    fitted = fit_rel_table(table, reach)
+    return F.pad(fitted, [0, 0, beyond, beyond]) if beyond else fitted
 
 
 def by_position(table: Tensor, size: int) -> Tensor:
