@@ -107,11 +107,11 @@ def main() -> None:
     for names, make, side, batch in blocks:
         torch.manual_seed(0)
         images = torch.randn(batch, 3, side, side).contiguous(memory_format=layout)
-        made = {}
+        models = {}
         for name in names:
             for kind, network in make(name).items():
-                made[name, kind] = lay_out(network, layout)
-        rows += rows_of(made, images, amp, args.repeats)
+                models[name, kind] = lay_out(network, layout)
+        rows += rows_of(models, images, amp, args.repeats)
         table = pd.DataFrame(rows).assign(
             hardware=hardware(torch.device("cpu"), 1),
             torch=str(torch.__version__),

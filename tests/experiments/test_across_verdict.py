@@ -211,8 +211,8 @@ def test_the_pages_say_what_the_kept_runs_say():
     page_says(PAGE, WHICH, points(beside.loc["conv2d"], "+"), f"{least['p_holm']:.3f}")
     page_says(PAGE, WHICH, f"{least['difference']:+.2f} to {largest:+.2f}")
     effects = table("../factorial/effects.csv")
-    of_time = effects.query("name == 'EA - none equal time' and data == 'cifar100'")
-    page_says(PAGE, WHICH, points(of_time.iloc[0]))
+    equal_runs = effects.query("name == 'EA - none equal time' and data == 'cifar100'")
+    page_says(PAGE, WHICH, points(equal_runs.iloc[0]))
     page_says("README.md", "Results", points(equal_time))
     assert long["low"] < 0 < long["high"]
     page_says(PAGE, WHICH, f"without it `conv2d` makes {64 / without:.0f}")

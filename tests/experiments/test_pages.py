@@ -76,8 +76,8 @@ def the_question_by_seeds():
             if seeds == "seeds 0 to 4":
                 yield PAGE, HELP, f"{open_points(gain, '+')}, p = {gain['p']:.3f}"
     logits = table("replaced-maps/full-logits.csv")
-    of_pa = logits["model"].str.startswith("pa_")
-    assert logits[of_pa]["correlation"].min() >= 0.999
+    is_pa = logits["model"].str.startswith("pa_")
+    assert logits[is_pa]["correlation"].min() >= 0.999
 
 
 def top1_of_the_ea_paper():
@@ -104,9 +104,9 @@ def attention_against_convolution():
     gain = published.figures(PA)["top1"]["CIFAR-10"] - published.figures(AA)["top1"]["CIFAR-10"]
     assert paired(pooled)["high"] < gain
     paper = top1_of_the_ea_paper()
-    of_ea = paper["ea_aa_resnet34"] - paper["aa_resnet34"]
-    assert paired(pooled)["high"] < of_ea
-    yield PAGE, HELP, f"gains: {gain:+.2f} of PA, {of_ea:+.2f} of EA"
+    ea_gain = paper["ea_aa_resnet34"] - paper["aa_resnet34"]
+    assert paired(pooled)["high"] < ea_gain
+    yield PAGE, HELP, f"gains: {gain:+.2f} of PA, {ea_gain:+.2f} of EA"
     cnn = first["cifar10"]["cnn"].mean()
     yield COLLAPSED, "", f"none has {norm['none'].mean():.2f}% on CIFAR-10 where cnn has {cnn:.2f}"
 
@@ -117,9 +117,9 @@ def test_the_factorial(tmp_path):
     assert analyse.main([*files, "-o", str(tmp_path)]) == 0
     kept = (FACTORIAL / "cifar10-runs.csv").read_text()
     assert (tmp_path / "cifar10-runs.csv").read_text() == kept
-    made = pd.read_csv(tmp_path / "effects.csv")
-    pd.testing.assert_frame_equal(made, pd.read_csv(FACTORIAL / "effects.csv"), rtol=1e-9)
-    tested = made[made["p"].notna()]
+    effects = pd.read_csv(tmp_path / "effects.csv")
+    pd.testing.assert_frame_equal(effects, pd.read_csv(FACTORIAL / "effects.csv"), rtol=1e-9)
+    tested = effects[effects["p"].notna()]
     assert set(tested["seeds"]) == {"5 to 9"}
     for of_time, hypotheses in tested.groupby(tested["name"] == "EA - none equal time"):
         assert len(hypotheses) == (2 if of_time else 4)
@@ -172,14 +172,14 @@ def _effects_row(label, effects):
 
 def what_each_study_could_have_found():
     heading = "What each study could have found"
-    found = shown(sensitivity.table()["found_at_80_percent"])
-    yield PAGE, "", f"{min(found[:6])} to {max(found[:6])} points"
-    yield PAGE, heading, f"{found[10]} and {found[11]} in SST"
-    of_norm, of_convolution = found[13], found[15]
+    finds = shown(sensitivity.table()["found_at_80_percent"])
+    yield PAGE, "", f"{min(finds[:6])} to {max(finds[:6])} points"
+    yield PAGE, heading, f"{finds[10]} and {finds[11]} in SST"
+    norm, convolution = finds[13], finds[15]
     yield (
         PAGE,
         heading,
-        f"norm on CIFAR-100 they find {of_norm} (against the convolution {of_convolution})",
+        f"norm on CIFAR-100 they find {norm} (against the convolution {convolution})",
     )
     verdict = table("across/verdict.csv").query("part in ('vit-rival', 'second-updates')")
     yield PAGE, heading, f"small ViT {span(verdict['found_at_80_percent'])}"
@@ -249,8 +249,8 @@ def cifar10():
     yield PAGE, "", span(top1, 1) + "%"
     muon, adamw = table("muon-parameters.csv")[["muon_tensors", "adamw_tensors"]].sum()
     yield CIFAR, "CIFAR-10", f"{muon} of the EA network's {muon + adamw} parameters"
-    by_epoch = table("recipe-search/trials.csv").set_index("trial")["held_out_top1_by_epoch"]
-    last = by_epoch.str.split().str[-1]
+    trials = table("recipe-search/trials.csv").set_index("trial")["held_out_top1_by_epoch"]
+    last = trials.str.split().str[-1]
     for name in ("t1-base", "t2-tables-classifier"):
         yield CIFAR, "CIFAR-10", " and ".join(last[[name, f"{name}-seed1"]])
     longer = table("ablation/share-longer.csv")["held_out_top1"]
@@ -286,9 +286,9 @@ def quarter_width_networks_and_tuning_on_scenes():
     aa = paired(top1["EA"] - top1["AA"])
     taught = paired(top1["taught"] - top1["plain"])
     assert holm([plain["p"], aa["p"]]).tolist() == [1.0, 1.0]
-    said = open_points(taught).replace("(", "points (")
+    taught_gain = open_points(taught).replace("(", "points (")
     yield SCENES, "", points(plain).replace("(", "points ("), f"EA - AA {points(aa)}"
-    yield SCENES, "", f"{said}, p = {taught['p']:.3f}"
+    yield SCENES, "", f"{taught_gain}, p = {taught['p']:.3f}"
     seconds = table("scenes/quarter-width-runs.csv").groupby("variant")["seconds"]
     yield SCENES, "", f"{span(seconds.get_group('plain'), 0)} seconds of training"
     ratio = seconds.mean()["taught"] / seconds.mean()["plain"]
@@ -365,8 +365,8 @@ def attention_added_to_a_trained_resnet():
     for row in pays.itertuples():
         yield "docs/fine-tune.md", "", f"{row.break_even:.2f} ({row.low:.2f} to {row.high:.2f})"
     yield "docs/fine-tune.md", "", f"took {' and '.join(steps)}"
-    of_50 = table("large-maps-added.csv").set_index("network")["training, s"]
-    added = shown([of_50[f"{kind}, fusion=add"] / of_50["resnet50"] for kind in ("aa", "ea")])
+    seconds = table("large-maps-added.csv").set_index("network")["training, s"]
+    added = shown([seconds[f"{kind}, fusion=add"] / seconds["resnet50"] for kind in ("aa", "ea")])
     yield "docs/fine-tune.md", "", f"takes {' and '.join(added)}"
 
 
@@ -438,8 +438,8 @@ def run_b():
             yield PAGE, "", points(effects.loc[name], "+")
         former = top1_of(f"evidence/{data}-runs.csv")
         deficit = former["cnn"].mean() - former["none"].mean()
-        of_cnn = effects.loc["cnn - none"]
-        assert of_cnn["low"] < 0 < of_cnn["high"] < deficit
+        cnn_effect = effects.loc["cnn - none"]
+        assert cnn_effect["low"] < 0 < cnn_effect["high"] < deficit
     assert effects["p_holm"].dropna().lt(0.05).tolist() == [True, True, False]
     lead = paired(top1["none + norm"] - top1["cnn"])
     rows = break_even.table().set_index("comparison").loc["none + norm - cnn"]
@@ -462,9 +462,9 @@ def run_b():
 
 def some_runs_of_the_collapse_are_old():
     top1, _ = of_the_collapse("cifar10")
-    known = top1_of("../factorial/cifar10-runs.csv")["none"]
+    former = top1_of("../factorial/cifar10-runs.csv")["none"]
     repeats = table("../healthy_maps/norm-repeats.csv").query("network == 'none'")
-    assert top1["none"].loc[6:9].tolist() == known.loc[6:9].tolist()
+    assert top1["none"].loc[6:9].tolist() == former.loc[6:9].tolist()
     assert top1["none"].loc[5:6].tolist() == repeats["top1"].tolist()
     yield COLLAPSED, "CIFAR-10", "norm-repeats.csv"
 

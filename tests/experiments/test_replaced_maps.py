@@ -73,12 +73,12 @@ def test_figures_of_logits_against_numpy():
         loaded.model(x)
     assert [row[1] for row in rows] == list(maps)
     for _, number, *figures in rows:
-        own = maps[number].self_logits.double().numpy()
+        plain_logits = maps[number].self_logits.double().numpy()
         evolved = maps[number].logits.double().numpy()
-        own_heads = (own - own.mean(-1, keepdims=True)).reshape(12, -1)
+        own_heads = (plain_logits - plain_logits.mean(-1, keepdims=True)).reshape(12, -1)
         evolved_heads = (evolved - evolved.mean(-1, keepdims=True)).reshape(12, -1)
         alike = list(map(correlation, own_heads, evolved_heads))
-        expected = [own.std(-1).mean(), evolved.std(-1).mean(), np.mean(alike)]
+        expected = [plain_logits.std(-1).mean(), evolved.std(-1).mean(), np.mean(alike)]
         assert figures == pytest.approx(expected, abs=6e-4)
     assert rows[0][-1] == 1.0  # the first layer has nothing to evolve from
     assert rows[1][-1] < 0.99

@@ -92,14 +92,14 @@ def attention_branch(layer, x, prev_logits=None):
     projected = F.linear(pixels, layer.qkv.weight.flatten(1), layer.qkv.bias)
     queries, keys, values = projected.split([layer.dim_qk, layer.dim_qk, layer.dim_v], 2)
     queries_and_keys = zip(queries.chunk(K, 2), keys.chunk(K, 2), strict=True)
-    by_head = []
+    head_logits = []
     for head, (q, k) in enumerate(queries_and_keys):
         if layer.qk_gain is not None:
             q = normalised(q, layer.qk_gain[head])
             k = normalised(k, 1.0)
         q = q / math.sqrt(D)
-        by_head.append(own_logits(q, k, layer.height_rel, layer.width_rel, size))
-    logits = torch.stack(by_head, 1)
+        head_logits.append(own_logits(q, k, layer.height_rel, layer.width_rel, size))
+    logits = torch.stack(head_logits, 1)
     if prev_logits is not None:
         logits = evolved_maps(layer.evolution, logits, prev_logits)
     attn = logits.exp() / logits.exp().sum(-1, keepdim=True)
