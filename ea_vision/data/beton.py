@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import psutil
 import torch
 
 from ea_vision.base.errors import UsageError
@@ -52,6 +53,7 @@ class Tables(NamedTuple):
 
     rows: np.ndarray  # int64 (N, 5): place in the file, bytes, height, width, whether it is JPEG
     labels: np.ndarray  # int (N,)
+    page_size: int
     stored: list[np.ndarray]  # header and tables as they are stored
 
     def fingerprint(self, about: dict) -> str:
@@ -85,7 +87,7 @@ def read_tables(path: Path) -> Tables:
     columns = [images["data_ptr"], sizes, images["height"], images["width"], is_jpeg]
     rows = np.stack(columns, axis=1, dtype=np.int64, casting="unsafe")
     stored = [reader.header, reader.field_descriptors, reader.metadata, reader.alloc_table]
-    return Tables(rows, labels, stored)
+    return Tables(rows, labels, int(reader.page_size), stored)
 
 
 def sidecar(path: Path) -> Path:
@@ -169,6 +171,7 @@ class Beton:
         about = read_about(path, tables)
         self.table = tables.rows
         self.labels = tables.labels
+        self.pages = self.table[:, 0] // tables.page_size
         self.data = _mapped(self.name)
         self.evaluated = about.get("evaluated")
         least = self.labels.min()
@@ -221,6 +224,10 @@ class Beton:
         too_many = (pixels <= 0) | (pixels > MAX_PIXELS)
         other_size = (is_jpeg == 0) & (size != 3 * pixels)
         return outside | too_many | other_size
+
+    def fits_in_memory(self) -> bool:
+        """Return whether the file takes at most half of this machine's memory."""
+        return len(self.data) <= psutil.virtual_memory().total // 2
 
     def fingerprint(self) -> str:
         """Return SHA-256 over classes, labels and the size of every image in pixels and bytes."""

@@ -247,8 +247,8 @@ def check_network(module: type[DataModule], config: TrainConfig) -> None:
     config = copy.copy(config)
     config.pretrained = False
     config.pretrained_path = ""
-    classes = [""] * (getattr(config, "num_classes", 0) or 2)
-    unopened = SimpleNamespace(config=config, classes=classes)
+    count = getattr(config, "num_classes", 0) or config.model_kwargs.get("num_classes", 2)
+    unopened = SimpleNamespace(config=config, classes=[""] * count)
     try:
         with torch.device("meta"):
             model, _ = module.create_model(unopened)

@@ -81,6 +81,13 @@ class ImageNetConfig(StreamConfig, ClassificationConfig):
     val_beton: str = setting(
         "", "FFCV file of the images to evaluate on; empty: data_dir is read", DATA
     )
+    os_cache: str = option(
+        "auto",
+        "FFCV: order of the training images; on: random over the whole file; off: random "
+        "within a few pages at a time; auto: on if the file fits in half the memory",
+        DATA,
+        choices=("auto", "on", "off"),
+    )
     train_split: str = setting(
         "",
         "folder or tar in data_dir (split of --dataset) with the training images; empty: "
@@ -307,8 +314,15 @@ class ClassFolders(DataModule):
         if not config.train_beton:
             transform = partial(checked_train_transform, config)
             return ImageTrainLoader(self.train, transform=transform, **keywords)
+        os_cache = config.os_cache == "on"
+        if config.os_cache == "auto":  # one order for all, on any machine
+            os_cache = all(self.world.gather(self.train.fits_in_memory()))
         return BetonTrainLoader(
-            self.train, scale=(config.crop_scale, 1.0), hflip=config.hflip, **keywords
+            self.train,
+            os_cache=os_cache,
+            scale=(config.crop_scale, 1.0),
+            hflip=config.hflip,
+            **keywords,
         )
 
     def eval_loader(self, **keywords) -> ImageEvalLoader:

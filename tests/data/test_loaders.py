@@ -76,7 +76,7 @@ def loader(source, kind, batch_size, bad=None, **more):
         return TrainLoader(source, **{"augmentation": Augmentation(cutout=3), **more})
     more = {"img_size": 16, "workers": 0, "bad_images": bad or BadImages(0), **more}
     if kind == "ffcv":
-        return BetonTrainLoader(source, scale=(0.3, 1), hflip=0.5, **more)
+        return BetonTrainLoader(source, os_cache=True, scale=(0.3, 1), hflip=0.5, **more)
     if kind == "eval":
         scaling = Scaling.cropped(more["img_size"], 20)
         return ImageEvalLoader(source, transform=lambda _: scaling.pixels, **more)
