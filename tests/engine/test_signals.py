@@ -10,13 +10,14 @@ import time
 import pytest
 import torch
 from filelock import FileLock, Timeout
+from torch._inductor import compile_fx
 
 from ea_vision.data import image_files
 from ea_vision.engine import checkpoint, data_module, train_imagenet
 from ea_vision.engine.train import Trainer
 from tests.data.photos import make_photos
-from tests.engine.runner import saved, start, train, words
-from tests.slow import unix_only
+from tests.engine.runner import around, saved, start, train, words
+from tests.slow import slow_but, unix_only
 
 unix_only()
 
@@ -69,15 +70,32 @@ class Compilation(SlowListing):
         Trainer._compile = staticmethod(lambda model, **options: Compiled())
 
 
+class RealCompilation(Compilation):
+    """torch's compiler itself, which starts processes of its own."""
+
+    def __call__(self):
+        def compile_marked(real, *given, **more):
+            self.mark.touch()
+            return real(*given, **more)
+
+        around(compile_fx, "compile_fx", compile_marked)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("place", [SlowListing, LockOfADownload, Compilation])
+@pytest.mark.parametrize(
+    "place",
+    slow_but(
+        (SlowListing, LockOfADownload, Compilation),
+        (SlowListing, LockOfADownload, Compilation, RealCompilation),
+    ),
+)
 def test_a_signal_before_the_first_update_ends_the_run_at_once(tmp_path, place, number):
     photos = make_photos(tmp_path / "photos", train=16, val=4)
     folder = tmp_path / "run"
     argv = words(
         "--model test_resnet --recipe none --img-size 16 --eval-resize 16 --batch-size 8 --workers 0",
         f"--epochs 1 --warmup-epochs 0 --device cpu --data-dir {photos} --output {folder}",
-        "--compile" if place is Compilation else "",
+        "--compile" if issubclass(place, Compilation) else "",
     )
     argv = list(filter(None, argv))
     log = folder.with_suffix(".log")
@@ -92,7 +110,7 @@ def test_a_signal_before_the_first_update_ends_the_run_at_once(tmp_path, place, 
     [line] = [line for line in log.read_text().splitlines() if line.startswith("error: ")]
     assert f"stopped by signal {int(number)} before an update of this start" in line
     assert "Traceback" not in log.read_text()
-    if place is Compilation:
+    if issubclass(place, Compilation):
         assert saved(folder)["progress"]["updates"] == 0
         assert not list(folder.glob(".*"))
     else:
