@@ -190,6 +190,7 @@ def test_images(
         "mean": run["mean"],
         "std": run["std"],
         "device": torch.device("cpu"),
+        "batch_size": 100,
         "rank": 0,
         "world_size": 1,
     }
@@ -212,7 +213,7 @@ def test_images(
             f"{data_dir} is not the data of the run: fingerprint {run['data_fingerprint']} required, "
             f"got {data.fingerprint()}"
         )
-    return EvalLoader(data.test, batch_size=100, **common), options.tta
+    return EvalLoader(data.test, **common), options.tta
 
 
 def write_weights(folder: Path, output: Path, data_dir: str, split: str = "") -> str:

@@ -66,6 +66,10 @@ class DetectionResult:
             **json_numbers(self.measures),
         }
 
+    def rows(self, classes: list[str]) -> list[dict]:
+        """Return the rows of per_class.csv."""
+        return self.per_class
+
     def line(self) -> str:
         """Return the measures, without those that have no object, and the number of images."""
         without = f" without {self.unreadable} that cannot be read" if self.unreadable else ""

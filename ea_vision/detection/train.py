@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from ea_vision.base.errors import UsageError
-from ea_vision.base.files import atomic_write, create, csv_text, write_json
+from ea_vision.base.files import write_json
 from ea_vision.base.processes import World
 from ea_vision.detection.coco import CocoFolder, find_coco
 from ea_vision.detection.evaluate import MEASURES, DetectionResult, evaluate, require_pycocotools
@@ -250,27 +250,16 @@ class CocoDetection(DataModule):
         transform = partial(
             train_transform, scale=(config.scale_min, config.scale_max), flip=config.hflip
         )
-        return BoxTrainLoader(
-            self.train,
-            transform=transform,
-            batch_size=config.batch_size,
-            seed=config.seed,
-            **keywords,
-        )
+        return BoxTrainLoader(self.train, transform=transform, **keywords)
 
     def eval_loader(self, **keywords) -> BoxEvalLoader:
-        return BoxEvalLoader(
-            self.test, transform=eval_transform, batch_size=self.config.eval_batch_size, **keywords
-        )
+        return BoxEvalLoader(self.test, transform=eval_transform, **keywords)
 
     def loader_keywords(self, model: Detector) -> dict:
         """Return the loaders' keywords. mean and std only go into config.yaml: the detector normalises by itself."""
-        return {
+        return super().loader_keywords(model) | {
             "mean": model.transform.image_mean,
             "std": model.transform.image_std,
-            "device": self.world.device,
-            "rank": self.world.rank,
-            "world_size": self.world.size,
             "img_size": self.config.img_size,
             "workers": self.config.workers,
             "bad_images": self.bad_images,
@@ -283,16 +272,11 @@ class CocoDetection(DataModule):
                 f"{target} was trained on other categories than those of {self.test.json}"
             )
 
-    def write_evaluation(self, folder: Path, result: DetectionResult, about: dict) -> list[Path]:
-        """Write evaluation.json, per_class.csv and detections.json (COCO's results); return their paths."""
-        create(folder)
-        evaluation = folder / "evaluation.json"
-        per_class = folder / "per_class.csv"
+    def write_details(self, folder: Path, result: DetectionResult, name: str) -> Path:
+        """Write detections.json (COCO's results); return its path."""
         detections = folder / "detections.json"
-        write_json(evaluation, {**about, **result.numbers()})
-        atomic_write(per_class, csv_text(result.per_class).encode())
         write_json(detections, result.detections)
-        return [evaluation, per_class, detections]
+        return detections
 
 
 main = partial(run.main, CocoDetection)

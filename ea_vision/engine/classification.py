@@ -136,6 +136,7 @@ class ClassificationTrainer(Trainer):
             self.erase = RandomErasing(config.reprob, mode=config.remode, device=self.world.device)
         if config.tta != "none":
             log.info("epochs are evaluated by one view of each image; --tta is for --evaluate RUN")
+            self.columns = {"views": 1.0}
         if config.draw_maps:
             check_has_maps(self.model, config.model)
             self.pictures = MapsPictures(self.eval_loader, self.folder, config.draw_maps)
@@ -144,12 +145,6 @@ class ClassificationTrainer(Trainer):
             if config.bce_loss
             else nn.CrossEntropyLoss(label_smoothing=0.0 if config.mixes else config.smoothing)
         )
-
-    def _evaluated(self, number: int) -> tuple[dict[str, float], dict[str, float]]:
-        figures, columns = super()._evaluated(number)
-        if self.config.tta != "none":
-            columns["views"] = 1.0  # of an image, although --evaluate RUN takes more
-        return figures, columns
 
     @staticmethod
     def loss_on_noise(model: nn.Module, images: Tensor) -> Tensor:

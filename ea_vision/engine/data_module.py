@@ -24,8 +24,7 @@ class DataModule:
     """A trainer's data module: the class names its options, an instance holds the data of one run.
 
     A subclass's `__init__` opens the data and sets the attributes below. Loaders are made later, when the model's mean
-    and std are known. `keywords` are those that all loaders take: mean and std of images in 0..1, device, rank and
-    world_size.
+    and std are known. `keywords` are those of `loader_keywords`.
 
     A subclass also has `train_loader(**keywords)`; `eval_loader(**keywords)`, for the evaluation after each epoch and
     by --evaluate; `test_loader(**keywords)`, for the test images if eval_split is held_out; and `describe(index)`, the
@@ -138,17 +137,17 @@ class DataModule:
             )
 
     def loader_keywords(self, model: nn.Module) -> dict:
-        """Return the keywords of all loaders for this model."""
+        """Return the keywords of the loaders of images to evaluate on; those to train on have another batch size."""
+        config = self.config
         mean, std = image_statistics(model)
-        if self.config.mean:
-            mean = self.config.mean
-            std = self.config.std
         return {
-            "mean": tuple(mean),
-            "std": tuple(std),
+            "mean": tuple(config.mean or mean),
+            "std": tuple(config.std or std),
             "device": self.world.device,
             "rank": self.world.rank,
             "world_size": self.world.size,
+            "batch_size": config.eval_batch_size,
+            "seed": config.seed,
         }
 
     def check_network(self, model: nn.Module, note: Mapping[str, Any], target: str) -> None:
@@ -165,34 +164,23 @@ class DataModule:
         the options of the command line, say it; by default it does not."""
 
     def write_evaluation(self, folder: Path, result, about: dict) -> list[Path]:
-        """Write a result of the trainer's `evaluate` to evaluation.json, per_class.csv and confusion.png; return their
-        paths."""
-        # matplotlib, which training does without
-        from ea_vision.engine.pictures import confusion_png
-
+        """Write a result of the trainer's `evaluate` to evaluation.json, per_class.csv and a file that shows what is
+        taken for what; return their paths."""
         create(folder)
         evaluation = folder / "evaluation.json"
         per_class = folder / "per_class.csv"
-        picture = folder / "confusion.png"
         write_json(evaluation, {**about, **result.numbers()})
-        others = result.confusion.clone().fill_diagonal_(0)
-        rows = []
-        for index, name in enumerate(self.classes):
-            images = result.confusion[index].sum()
-            right = result.confusion[index, index]
-            wrong = others[index]
-            row = {
-                "class": name,
-                "images": int(images),
-                "top1": f"{100 * right / images:.2f}",
-                "most_confused_with": self.classes[wrong.argmax()] if wrong.any() else "",
-                "confused_images": int(wrong.max()),
-                "tta": result.tta,
-            }
-            rows.append(row)
-        atomic_write(per_class, csv_text(rows).encode())
-        atomic_write(picture, confusion_png(result, self.classes, about["model"]))
-        return [evaluation, per_class, picture]
+        atomic_write(per_class, csv_text(result.rows(self.classes)).encode())
+        return [evaluation, per_class, self.write_details(folder, result, about["model"])]
+
+    def write_details(self, folder: Path, result, name: str) -> Path:
+        """Write confusion.png; return its path. name: of the model."""
+        # matplotlib, which training does without
+        from ea_vision.engine.pictures import confusion_png
+
+        picture = folder / "confusion.png"
+        atomic_write(picture, confusion_png(result, self.classes, name))
+        return picture
 
 
 def check_classes(

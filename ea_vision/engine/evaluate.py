@@ -103,6 +103,24 @@ class Evaluation:
             "tta": self.tta,
         }
 
+    def rows(self, classes: list[str]) -> list[dict]:
+        """Return the rows of per_class.csv; classes: their names."""
+        others = self.confusion.clone().fill_diagonal_(0)
+        rows = []
+        for index, name in enumerate(classes):
+            images = self.confusion[index].sum()
+            wrong = others[index]
+            row = {
+                "class": name,
+                "images": int(images),
+                "top1": f"{100 * self.confusion[index, index] / images:.2f}",
+                "most_confused_with": classes[wrong.argmax()] if wrong.any() else "",
+                "confused_images": int(wrong.max()),
+                "tta": self.tta,
+            }
+            rows.append(row)
+        return rows
+
     def line(self) -> str:
         """Return the figures for the terminal."""
         views = "" if self.tta == "none" else f", views: {self.tta}"

@@ -166,7 +166,7 @@ def put_together(data: DataModule, folder: Path, stop: StopRequest) -> tuple[Tra
         enable_checkpointing(model, config.model)
     keywords = data.loader_keywords(model)
     random_seed(config.seed + 1, world.rank)  # dropout must differ between processes
-    train_loader = data.train_loader(**keywords)
+    train_loader = data.train_loader(**{**keywords, "batch_size": config.batch_size})
     eval_loader = data.eval_loader(**keywords)
     trainer = data.trainer(data, model, train_loader, eval_loader, folder, stop)
     preflight(trainer)

@@ -184,6 +184,7 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=config.amp == "float16")
         self.progress = Progress()
         self.pictures: MapsPictures | None = None  # of --draw-maps
+        self.columns: dict[str, float] = {}  # further ones of metrics.csv, the same in each row
         self.step_log = None  # a StepLog, once the run begins
         self.last_good = None  # path of a checkpoint, likewise
         self.check_every = 1 if world.device.type == "cpu" else LOOK_EVERY
@@ -549,7 +550,7 @@ class Trainer:
             "images_per_s": progress.step * self.images_of_update / trained,
             "seconds": trained + time.perf_counter() - start,
         }
-        row = rounded(row | maps | gates(self.best_model))
+        row = rounded(row | maps | self.columns | gates(self.best_model))
         picture = None
         if self.pictures is not None and self.world.is_main:
             if is_multiple(number, self.pictures.every):

@@ -129,19 +129,13 @@ class SmallImages(DataModule):
             padding_mode=config.crop_padding_mode,
             cutout=config.cutout,
         )
-        return TrainLoader(
-            self.train,
-            batch_size=config.batch_size,
-            augmentation=augmentation,
-            seed=config.seed,
-            **keywords,
-        )
+        return TrainLoader(self.train, augmentation=augmentation, **keywords)
 
     def eval_loader(self, **keywords) -> EvalLoader:
-        return EvalLoader(self.evaluated, batch_size=self.config.eval_batch_size, **keywords)
+        return EvalLoader(self.evaluated, **keywords)
 
     def test_loader(self, **keywords) -> EvalLoader:
-        return EvalLoader(self.test, batch_size=self.config.eval_batch_size, **keywords)
+        return EvalLoader(self.test, **keywords)
 
     def describe(self, index: int) -> str:
         return self.train.names[index]

@@ -303,13 +303,7 @@ class ClassFolders(DataModule):
     def train_loader(self, **keywords) -> ImageTrainLoader | BetonTrainLoader:
         config = self.config
         keywords.update(
-            img_size=config.img_size,
-            batch_size=config.batch_size,
-            workers=config.workers,
-            bad_images=self.bad_images,
-            seed=config.seed,
-            size_of=config.size_of,
-            repeats=config.aug_repeats,
+            img_size=config.img_size, size_of=config.size_of, repeats=config.aug_repeats
         )
         if not config.train_beton:
             transform = partial(checked_train_transform, config)
@@ -326,16 +320,9 @@ class ClassFolders(DataModule):
         )
 
     def eval_loader(self, **keywords) -> ImageEvalLoader:
-        config = self.config
-        pixels = _as_stored if config.val_beton else self.preparation.pixels
+        pixels = _as_stored if self.config.val_beton else self.preparation.pixels
         return ImageEvalLoader(
-            self.evaluated,
-            transform=lambda _: pixels,
-            img_size=self.preparation.size,
-            batch_size=config.eval_batch_size,
-            workers=config.workers,
-            bad_images=self.bad_images,
-            **keywords,
+            self.evaluated, transform=lambda _: pixels, img_size=self.preparation.size, **keywords
         )
 
     def follow(self, model: nn.Module, given: Mapping[str, Any]) -> None:
@@ -357,7 +344,8 @@ class ClassFolders(DataModule):
             epochs = range(math.ceil(config.epochs))
             sizes.update(map(config.size_of, epochs))
         check_sizes(model, sizes, config)
-        return super().loader_keywords(model)
+        stream = {"workers": config.workers, "bad_images": self.bad_images}
+        return super().loader_keywords(model) | stream
 
 
 def check_sizes(model: nn.Module, sizes: set[int], config: ImageNetConfig) -> None:
