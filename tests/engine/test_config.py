@@ -373,7 +373,8 @@ def test_recipes_of_any_text(recipe, text):
 
 
 def test_the_table_of_timms_options_says_what_there_is():
-    """The table printed by experiments/timm_options.py: which of timm's options we have, and which we do not."""
+    """The table printed by experiments/timm_options.py: which of timm's options we have, and which we do not. argparse
+    lists its options under a private name alone."""
     path = ROOT / "experiments" / "timm_options.md"
     page = path.read_text(encoding="utf-8")
     ours = set(make_parser(ImageNetConfig, "", "")._option_string_actions)

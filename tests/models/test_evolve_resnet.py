@@ -277,7 +277,8 @@ def test_a_saved_network_loads_again(tmp_path):
     model = woken(evolve(plain, "pa", img_size=64, alpha=0.3))
     for size in (64, 96):
         model.set_input_size(size)
-        config = {"model_args": NARROW | model._model_args}  # timm before 1.0.30 saves none
+        # timm before 1.0.30, which lacks what `timm_input` is, a private name, saves no keywords
+        config = {"model_args": NARROW | model._model_args}
         save_for_hf(model, tmp_path, **(config if timm_input is None else {}))
         loaded = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
         assert loaded.img_size == (size, size)

@@ -572,6 +572,7 @@ def test_images_may_follow_queries(run, photo, tmp_path):
 
 
 def test_no_file_of_several_images_replaces_another():
+    """The private function names the files; five figures would take seconds to draw."""
     images = ["a-2.png", "a.png", "b/A.png", "b/a.jpg", "digits#0"]
     outputs = [path.name for path in _outputs(Path("m.png"), images)]
     assert outputs == ["m-a-2.png", "m-a.png", "m-A-2-2.png", "m-a-3.png", "m-digits-0.png"]
