@@ -200,7 +200,9 @@ def photo_of(
     the largest map)."""
     sizes = [layer.feat_size for layer in recording.maps.values()]
     cells = feat_size or max(sizes, key=math.prod, default=(1, 1))
-    marked = [query for query in queries if query != ALL]
+    # the figure's head names a lone token, which has no place in the photo
+    lone = len(queries) == 1 and isinstance(queries[0], str)
+    marked = [] if lone else [query for query in queries if query != ALL]
 
     def paint(axes: Axes, _) -> None:
         axes.set_label("photo")
