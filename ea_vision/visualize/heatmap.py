@@ -88,8 +88,8 @@ def draw_heatmap(
     photos: bool = False,
     **page,
 ) -> Figure:
-    """Draw the maps of queries and heads, one block per layer. The columns are the recordings if there are several or
-    they have names, else the heads, or of one head the queries.
+    """Draw the maps of queries and heads, one block per layer. The columns are the recordings if there are several,
+    else the heads, or of one head the queries.
 
     Args:
         recordings: with the "attn" of their `layers`: of one image by several models, or of several images.
