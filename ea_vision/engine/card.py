@@ -38,23 +38,28 @@ def front_matter(
 
 
 def facts(config: Mapping[str, Any], about: Mapping[str, Any], options: Iterable[str]) -> dict:
-    """Return the rows of a card's table: left column -> right column.
+    """Return the rows of a card's table: left column -> right column. Of paths only the last part is shown.
 
     Args:
         config, about: of the run's config.yaml. options: names of those to show.
     """
-    shown = [f"{name} {config[name]}" for name in options if name in config]
+    shown = [f"{name} {config[name]}" for name in options if name in config and name != "teacher"]
     classes = about["classes"]
     rows = {
-        "recipe": f"`{config['recipe']}`: {', '.join(shown)}",
+        "recipe": f"`{Path(config['recipe']).name}`: {', '.join(shown)}",
         "model keywords": str(about["model_kwargs"]),
         "began with": Path(config["pretrained_path"]).name,
+        "teacher": Path(config.get("teacher", "")).name,
         "data": f"{about['train_images']} training images, {len(classes)} classes: {', '.join(classes)}; "
         f"SHA-256 `{about['data_fingerprint']}`",
         "seed, runs": f"{config['seed']}, one run",
     }
+    starts = [
+        {**start, "versions": ", ".join(map(" ".join, start["versions"].items()))}
+        for start in about["starts"]
+    ]
     for name in ("git_commit", "hardware", "versions"):  # of every start, in their order
-        rows[name] = "; then ".join(dict.fromkeys(str(start[name]) for start in about["starts"]))
+        rows[name] = "; then ".join(dict.fromkeys(str(start[name]) for start in starts))
     return {fact: value for fact, value in rows.items() if value}
 
 

@@ -93,6 +93,9 @@ def test_a_stopped_run_goes_on_with_its_teacher(data, tmp_path):
     train(stops)
     same_result(tmp_path / "whole", tmp_path / "stops")
     assert run_folder.read_config(tmp_path / "stops")[0]["teacher"] == str(path)
+    card = (tmp_path / "stops" / run_folder.CARD).read_text(encoding="utf-8")
+    assert f"| teacher | {path.name} |" in card
+    assert str(tmp_path) not in card, "paths of a machine are private"
 
 
 def test_other_teachers_are_one_line(data, tmp_path, refusal):
