@@ -27,7 +27,7 @@ def heads_of(module: nn.Module) -> int | None:
     """Return a module's number of heads, or None. Modules of Llama and its kin store it in their configuration."""
     holders = [module]
     if hasattr(module, "num_key_value_groups") and hasattr(module, "config"):
-        holders = [module.config, module]
+        holders.append(module.config)
     for holder in holders:
         for name in HEAD_COUNTS:
             value = getattr(holder, name, None)
@@ -88,17 +88,21 @@ IMAGE_OPTIONS = (
 )  # of the configurations of vision models
 
 
+def tower_of(model: nn.Module, name: str) -> tuple[object, list[nn.Module]]:
+    """Return a layer's configuration, then the layer and the modules around it up to those with another configuration,
+    such as CLIP around its image tower."""
+    around = owners(model, name)
+    config = next(owner.config for owner in around if hasattr(owner, "config"))
+    shared = [getattr(owner, "config", config) is config for owner in around]
+    return config, around[: [*shared, False].index(False)]
+
+
 def embedding_of(model: nn.Module, name: str) -> tuple[nn.Conv2d | None, tuple[str, ...], bool]:
     """Return the convolution that embeds the patches of a layer's tokens or None, the `prefix_names` before the
     patches, and whether the tokens are of images."""
-    around = owners(model, name)
-    config = next(owner.config for owner in around if hasattr(owner, "config"))
+    config, (_, *around) = tower_of(model, name)
     of_images = any(hasattr(config, option) for option in IMAGE_OPTIONS)
-    if not hasattr(config, "patch_size"):
-        return None, (), of_images
-    for owner in around[1:]:
-        if getattr(owner, "config", config) is not config:
-            break  # a model around this one, such as CLIP around its image tower
+    for owner in around if hasattr(config, "patch_size") else ():
         for path, module in owner.named_modules():
             if isinstance(module, nn.Conv2d):
                 # tokens of other modules, such as AIMv2's pooling, are not in the sequence
@@ -121,7 +125,8 @@ def is_causal(model: nn.Module, name: str, decodes: bool) -> bool:
     """
     if getattr(model.get_submodule(name), "is_causal", False):
         return True
-    for owner in owners(model, name):
+    _, tower = tower_of(model, name)
+    for owner in tower:
         called = names_called(owner)
         masks = [mask for mask in called if re.fullmatch(r"create_\w*mask\w*", mask)]
         if masks:

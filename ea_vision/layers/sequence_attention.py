@@ -320,6 +320,11 @@ class SequenceMaps(MapsAttention, nn.Module):
             v = self.value_residual(v, handed.first_values)
         if self.evolution is not None:
             self.check_rows(Q, N, cache)
+            if self.causal == "self" and reading.allowed is None and Q > 1:
+                raise ValueError(
+                    f"evolution {chain.kind!r} of causal layers needs their mask, and the model builds none (some "
+                    "build one only where they get an attention_mask)"
+                )
             if self.evolution.reads_previous:
                 check_prev_logits(handed.logits, B, K, Q, N)
             if chain.kind == "xsa" and N < Q:

@@ -36,7 +36,7 @@ LOADER = "ea_vision.from_pretrained"
 IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
 WEIGHTS = re.compile(r"\.(maps|token_conv)\.")  # in the names of a mechanism's weights
 # layers with these attributes change their logits or maps in unsupported ways
-UNKNOWN_ATTRIBUTES = ("attn_logit_softcapping", "sinks")
+UNKNOWN_ATTRIBUTES = ("attn_logit_softcapping", "sinks", "indexer")
 UNKNOWN_KEYWORDS = ("softcap", "s_aux", "sinks", "cache", "indices", "block_indices")
 
 
@@ -76,10 +76,10 @@ def attention(
             )
     if kwargs.get("output_attentions"):
         _say_how_to_record()
-    groups = query.shape[1] // key.shape[1]  # of heads that share keys and values
+    heads = query.shape[1]  # some may share keys, or values
     written = maps.chain.written(module, key.shape[2])
-    key = repeat_kv(key[:, :, :written], groups)
-    value = repeat_kv(value[:, :, :written], groups)
+    key = repeat_kv(key[:, :, :written], heads // key.shape[1])
+    value = repeat_kv(value[:, :, :written], heads // value.shape[1])
     causal = kwargs.get("is_causal")
     if causal is None:
         causal = getattr(module, "is_causal", False)
@@ -164,6 +164,8 @@ def reason_against(model: nn.Module) -> str | None:
             f"ea_vision.from_pretrained, or begin anew after `del model.config.{NAME}`"
         )
     for layer in layers:
+        if "logical_not" in inspect_attention.names_called(layer):
+            return f"{type(layer).__name__} applies masks by itself, as booleans alone"
         for attribute in UNKNOWN_ATTRIBUTES:
             if getattr(layer, attribute, None) is not None:
                 return (

@@ -28,7 +28,7 @@ from tests.test_docs import blocks
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-from experiments.transformers_models import build  # noqa: E402
+from experiments.transformers_models import build, working_inputs  # noqa: E402
 
 SMALL = dict(hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=32)
 VISION = dict(SMALL, image_size=32, patch_size=8)
@@ -907,6 +907,27 @@ def test_attention_s_output_is_contiguous_as_that_of_transformers():
     for kind in ("ea", "residual", "gated"):
         got = evolve(model, kind)(words, use_cache=False).last_hidden_state
         assert_close(got, expected, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_an_image_tower_is_not_causal_by_the_masks_of_the_words_around_it():
+    model = build("git")
+    inputs = working_inputs(model)[0]
+    assert "pixel_values" in inputs
+    for kind in ("ea", "pa", "conv2d"):
+        assert_close(evolve(model, kind)(**inputs)[0], model(**inputs)[0], rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_causal_layers_without_their_mask_are_refused():
+    """AIMv2's text tower reads later tokens where it gets no mask."""
+    torch.manual_seed(0)
+    model = transformers.Aimv2TextModel(transformers.Aimv2TextConfig(**TEXT)).eval()
+    words = torch.randint(3, 50, (2, 9))
+    evolved = evolve(model, "residual")
+    assert_close(evolved(words)[0], model(words)[0], rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match="causal layers needs their mask"):
+        evolve(model, "ea")
 
 
 @pytest.mark.parametrize("family", ["PegasusX", "BigBirdPegasus"])
