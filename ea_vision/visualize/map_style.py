@@ -231,15 +231,21 @@ def map_sheet(
         **page: width and left_out, see `sheet`.
     """
     compared = [block for block in blocks if block.maps()]
-    kinds = dict.fromkeys(_kind(tile.part) for block in compared for tile in block.maps())
+    kinds = {}
+    for block in compared:
+        kinds |= {_kind(tile.part): None for tile in block.maps()}
     shared = []
     foot = ""
     for kind in kinds:
         by_row = kind == "logits" and len(kinds) > 1
-        owners = [row for block in compared for row in block.rows] if by_row else compared
-        tiles = [[tile for tile in one.maps() if _kind(tile.part) == kind] for one in owners]
-        owners = [one for one, its_tiles in zip(owners, tiles, strict=True) if its_tiles]
-        bars = scaled([its_tiles for its_tiles in tiles if its_tiles], style)
+        owners = []
+        groups = []
+        for owner in chain.from_iterable(block.rows for block in compared) if by_row else compared:
+            tiles = [tile for tile in owner.maps() if _kind(tile.part) == kind]
+            if tiles:
+                owners.append(owner)
+                groups.append(tiles)
+        bars = scaled(groups, style)
         if style.has_fog(kind):
             note += f"; {fog_note(compared)}"
         elif len(bars) == 1:
@@ -272,7 +278,8 @@ def fog_note(blocks: Sequence[Block]) -> str:
 def _fits_grid(blocks: Sequence[Block]) -> bool:
     if len(blocks) < 2 or any(len(block.rows) != 1 for block in blocks):
         return False
-    return all(len(line) <= 24 for block in blocks for line in block.title.split("\n"))
+    lines = "\n".join(block.title for block in blocks).split("\n")
+    return max(map(len, lines)) <= 24
 
 
 def _grid(blocks: Sequence[Block], narrow: bool) -> Block:

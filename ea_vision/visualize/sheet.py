@@ -9,6 +9,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import matplotlib
@@ -128,7 +129,7 @@ class Block:
 
     def maps(self) -> list[Tile]:
         """Return the tiles that have a scale."""
-        return [tile for row in self.rows for tile in row.maps()]
+        return list(chain.from_iterable(row.maps() for row in self.rows))
 
 
 @dataclass
