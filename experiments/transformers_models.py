@@ -3,9 +3,9 @@
     python -m experiments.transformers_models              # writes experiments/results/transformers_models.csv
     python -m experiments.transformers_models vit bert t5  # prints the rows of some
 
-A row says whether a model is accepted, and if not the reason. Accepted ones are tried: two forwards of different sizes
-where the plain model takes both, equal to the plain model's; causal models see no later token; a gradient reaches a
-mechanism; the saved folder loads with equal outputs, and the Auto class refuses it.
+A row says whether a model is accepted, and if not the reason ("refused late": its forward refuses). Accepted ones are
+tried: two forwards of different sizes where the plain model takes both, equal to the plain model's; causal models see
+no later token; a gradient reaches a mechanism; the saved folder loads with equal outputs; the Auto class refuses it.
 """
 
 import argparse
@@ -261,8 +261,9 @@ def rows_of(model_type: str) -> list[dict[str, str]]:
         signal.alarm(SECONDS)
         try:
             fault = check(plain, inputs, evolved)
-        except TimeoutError as error:
-            rows.append({**row, "kind": kind, "result": "not run", "reason": shortened(error)})
+        except (TimeoutError, ValueError) as error:
+            late = "not run" if isinstance(error, TimeoutError) else "refused late"
+            rows.append({**row, "kind": kind, "result": late, "reason": shortened(error)})
             continue
         except Exception as error:  # noqa: BLE001
             fault = shortened(error)

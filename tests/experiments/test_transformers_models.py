@@ -1,0 +1,26 @@
+"""The table of transformers' models that can evolve: the rows of a few are computed again."""
+
+import csv
+
+import pytest
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+from experiments.transformers_models import KINDS, RESULTS, rows_of
+
+
+def results(rows):
+    return [(row["kind"], row["result"]) for row in rows]
+
+
+@pytest.mark.parametrize("model_type", ["vit", "bert", "t5", "segformer", "diffllama"])
+def test_a_row_of_the_table(model_type):
+    with RESULTS.open(encoding="utf-8") as file:
+        table = [row for row in csv.DictReader(file) if row["model_type"] == model_type]
+    assert len(table) == len(KINDS)
+    assert results(table) == results(rows_of(model_type))
+
+
+def test_no_model_is_accepted_that_computes_something_else():
+    with RESULTS.open(encoding="utf-8") as file:
+        assert [row for row in csv.DictReader(file) if row["result"] == "wrong"] == []
