@@ -108,6 +108,7 @@ class _Watch:
         heads = self.heads
         if heads is None:
             heads = tuple(range(maps.shape[1]))
+        _check_heads(self.layer, heads, maps.shape[1])
         self.current = LayerMaps(self.layer.number, self.layer.name, heads, layout)
         self.maps._begin(self.current)
         return layout
@@ -304,23 +305,17 @@ def recordable_layers(model: nn.Module) -> list[AttentionLayer]:
 
 
 def _select(
-    available: Sequence[AttentionLayer],
-    layers: Sequence[int | str] | None,
-    heads: Sequence[int] | None,
-    parts: Sequence[str],
+    available: Sequence[AttentionLayer], layers: Sequence[int | str] | None, parts: Sequence[str]
 ) -> list[AttentionLayer]:
     """Return the layers asked for, in forward order.
 
     Raises:
-        ValueError: the network lacks a layer, or the layers lack heads or parts.
+        ValueError: the network lacks a layer, or the layers lack parts.
     """
     selected = list(available)
     if layers is not None:
         _check_layers(available, layers)
         selected = [layer for layer in selected if layer.number in layers or layer.name in layers]
-    if heads is not None:
-        for layer in selected:
-            _check_heads(layer, heads)
     _check_parts(selected, parts)
     return selected
 
@@ -334,13 +329,11 @@ def _check_layers(available: Sequence[AttentionLayer], layers: Sequence[int | st
         raise ValueError(f"attention layers of this model are {listed}; got {unknown or 'none'}")
 
 
-def _check_heads(layer: AttentionLayer, heads: Sequence[int]) -> None:
-    """Raise ValueError unless a layer has these heads, at least one."""
-    unknown = [head for head in heads if head not in range(layer.num_heads)]
+def _check_heads(layer: AttentionLayer, heads: Sequence[int], count: int) -> None:
+    """Raise ValueError unless a layer of `count` heads has these, at least one."""
+    unknown = [head for head in heads if head not in range(count)]
     if unknown or not heads:
-        raise ValueError(
-            f"heads of layer {layer} are 0 to {layer.num_heads - 1}; got {unknown or 'none'}"
-        )
+        raise ValueError(f"heads of layer {layer} are 0 to {count - 1}; got {unknown or 'none'}")
 
 
 def _check_parts(layers: Sequence[AttentionLayer], parts: Sequence[str]) -> None:
@@ -409,7 +402,11 @@ def record_attention(
             "nn.MultiheadAttention or a module that states its number of heads is required (a TorchScript model hides "
             "its layers: record the model it was made from)"
         )
-    selected = _select(list(modules), _several(layers), heads, parts)
+    selected = _select(list(modules), _several(layers), parts)
+    for layer in selected:
+        # others are checked by their maps
+        if heads is not None and heads_of(modules[layer]) is not None:
+            _check_heads(layer, heads, layer.num_heads)
     maps = AttentionMaps()
     watches = []
     with Hooks() as hooks:

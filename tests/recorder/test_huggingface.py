@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 from ea_vision import record_attention
 from tests.process import ROOT
+from tests.refused import refused
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -143,6 +144,14 @@ def test_object_queries_look_at_places_of_the_image():
     assert across.layout.key_size == (2, 3)
     assert across.layout.query_names == ("query1", "query2", "query3", "query4", "query5")
     assert_close(across.attn.sum(-1), torch.ones(2, 4, 5))
+    with record_attention(model, "decoder.layers.0.encoder_attn", heads=3) as chosen:
+        model(**inputs_of("DETR"))
+    assert torch.equal(chosen["decoder.layers.0.encoder_attn"].attn[:, 0], across.attn[:, 3])
+    with (
+        refused(r"heads of layer .* are 0 to 3; got \[4\]", ValueError),
+        record_attention(model, heads=4),
+    ):
+        model(**inputs_of("DETR"))
     for query in ("query3", "token3"):
         assert torch.equal(across.of_query(query)[1], across.attn[:, :, 2].unflatten(-1, (2, 3)))
 
