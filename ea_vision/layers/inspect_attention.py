@@ -81,11 +81,8 @@ def owners(model: nn.Module, name: str) -> list[nn.Module]:
     return [model.get_submodule(".".join(parts[:depth])) for depth in depths]
 
 
-IMAGE_OPTIONS = (
-    "patch_size",
-    "patch_sizes",
-    "image_size",
-)  # of the configurations of vision models
+# of the configurations of vision models
+IMAGE_OPTIONS = ("patch_size", "patch_sizes", "image_size")
 
 
 def tower_of(model: nn.Module, name: str) -> tuple[object, list[nn.Module]]:

@@ -310,16 +310,15 @@ def _check_forward(model: nn.Module, mechanisms: Mechanisms) -> None:
 
     Models that do not take the usual inputs, or that read numbers, are not tried.
     """
-    inputs = _usual_inputs(model)
     tried = _on_meta(model)
     give(tried, mechanisms)
     try:
-        tried(**inputs)
+        tried(**_usual_inputs(model))
     except Exception as error:  # noqa: BLE001
         if "meta tensor" in str(error):
             return
         try:
-            _on_meta(model)(**inputs)
+            _on_meta(model)(**_usual_inputs(model))
         except Exception:  # noqa: BLE001 the plain model does not take these inputs
             return
         refuse(model, f"its forward would fail with {mechanisms.kind!r}: {error}")
