@@ -90,3 +90,7 @@ def table() -> pd.DataFrame:
         row["at_equal_time"] = gains.mean() - slope * np.log(row["time_ratio"])
         rows.append(row)
     return pd.DataFrame(rows).round(2)
+
+
+if __name__ == "__main__":
+    print(table().to_string(index=False))

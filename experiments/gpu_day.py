@@ -196,7 +196,7 @@ def tests(day: Day) -> None:
         code = day.command(TESTING, *command)
     except subprocess.TimeoutExpired:
         pass  # the log has what ended
-    [log] = day.output.glob("pytest-*.log")
+    log = max(day.output.glob("pytest-*.log"), key=lambda path: path.stat().st_mtime)
     ended = re.findall(r"(PASSED|FAILED|ERROR|SKIPPED) (tests/\S.*)", log.read_text())
     rows = [{"test": name, "outcome": outcome.lower()} for outcome, name in ended]
     day.save("tests", [*rows, {"test": "all", "outcome": f"exit code {code}"}])
@@ -586,9 +586,9 @@ def accuracy(day: Day) -> None:
     try:
         check_exit(day.ea_vision(day.ends - time.monotonic(), *command), "the trainer")
     finally:
-        epochs = pd.read_csv(output / "metrics.csv")
-        epochs["mode"] = mode
-        day.save("accuracy-epochs", epochs.to_dict("records"))
+        if (output / "metrics.csv").exists():
+            epochs = pd.read_csv(output / "metrics.csv").assign(mode=mode)
+            day.save("accuracy-epochs", epochs.to_dict("records"))
 
 
 def fastest_mode(day: Day) -> str:

@@ -69,3 +69,7 @@ def table() -> pd.DataFrame:
             }
         )
     return pd.DataFrame(rows)
+
+
+if __name__ == "__main__":
+    print(table().to_string(index=False))

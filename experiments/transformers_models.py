@@ -284,13 +284,16 @@ def main() -> None:
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     transformers.logging.disable_progress_bar()
     names = types or [name for name, config in CONFIG_MAPPING.items() if config in MODEL_MAPPING]
-    file = sys.stdout if types else RESULTS.open("w", newline="", encoding="utf-8")
+    part = RESULTS.with_suffix(".part")
+    file = sys.stdout if types else part.open("w", newline="", encoding="utf-8")
     with file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
         for name in names:
             writer.writerows(rows_of(name))
             file.flush()
+    if not types:
+        part.replace(RESULTS)
 
 
 if __name__ == "__main__":

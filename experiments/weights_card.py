@@ -205,7 +205,7 @@ def test_images(
         # The run's fingerprint is the training images' one, followed by the validation images' one.
         if data.fingerprint in run["data_fingerprint"]:
             raise UsageError(f"--split must name images that {folder} has not seen, got {split}")
-        return data.eval_loader(**common), options.tta
+        return data.eval_loader(**{**data.loader_keywords(model), **common}), options.tta
     options = options_of(CifarConfig, source_of(str(folder)), {})
     data = load_dataset(options.dataset, data_dir, Scaling.filled(options.img_size))
     if data.fingerprint() != run["data_fingerprint"]:

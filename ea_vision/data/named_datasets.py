@@ -1,5 +1,6 @@
 """Data sets by name: hfds/NAME from Hugging Face's datasets, and torch/NAME from torchvision, through timm."""
 
+import io
 from collections.abc import Sequence
 from typing import Any
 
@@ -132,7 +133,7 @@ class TorchImages(NamedImages):
 
 
 class HubImages(NamedImages):
-    """A split of one of Hugging Face's data sets, or of a folder that its library reads, by timm's reader."""
+    """A split of one of Hugging Face's data sets, or of a folder that its library reads."""
 
     def __init__(
         self,
@@ -144,50 +145,66 @@ class HubImages(NamedImages):
         input_key: str = "image",
         target_key: str = "label",
     ):
-        reader, split = _hub_reader(
-            dataset, root, (named,) if named else HUB_SPLITS[split], input_key, target_key
-        )
+        table, split = _hub_table(dataset, root, (named,) if named else HUB_SPLITS[split])
         name = f"hfds/{dataset} {split}"
-        targets = reader.dataset.remove_columns(input_key)
-        if target_key not in targets.features:
+        columns = ", ".join(table.features)
+        if input_key not in table.features:
             raise UsageError(
-                f"--target-key must name a column of labels of {name}, got {target_key}: it has "
-                f"{', '.join(targets.features)}"
+                f"--input-key must name a column of {name}, got {input_key}: it has {columns}"
             )
-        reader.targets = np.array(list(targets[target_key]))
-        classes = sorted(reader.class_to_idx, key=reader.class_to_idx.get)
-        super().__init__(name, reader, classes, num_classes)
-        _check_targets(name, target_key, reader.targets, len(self.classes))
+        kind = table.features[input_key]
+        if type(kind).__name__ != "Image":
+            raise UsageError(
+                f"--input-key: column {input_key} of {name} must hold images, got {kind}"
+            )
+        if target_key not in table.features or target_key == input_key:
+            raise UsageError(
+                f"--target-key must name a column of labels of {name}, got {target_key}: it has {columns}"
+            )
+        items = _Rows(table, input_key, target_key)
+        classes = list(getattr(table.features[target_key], "names", None) or [])
+        super().__init__(name, items, classes, num_classes)
+        _check_targets(name, target_key, items.targets, len(self.classes))
 
 
-def _hub_reader(
-    dataset: str, root: str, splits: Sequence[str], input_key: str, target_key: str
-) -> tuple[Any, str]:
-    """Return timm's reader of the first of these splits that a data set has, and the split's name."""
+class _Rows:
+    """The images of a table, as files that are not decoded, and their targets."""
+
+    def __init__(self, table, input_key: str, target_key: str):
+        from datasets import Image as ImageColumn
+
+        images = table.select_columns([input_key])
+        self.images = images.cast_column(input_key, ImageColumn(decode=False))
+        self.input_key = input_key
+        self.targets = np.array(list(table.select_columns([target_key])[target_key]))
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[io.BytesIO | str, int]:
+        image = self.images[int(index)][self.input_key]
+        if image is None:
+            raise ValueError("there is no image in this row")
+        file = io.BytesIO(image["bytes"]) if image.get("bytes") else image["path"]
+        return file, int(self.targets[index])
+
+
+def _hub_table(dataset: str, root: str, splits: Sequence[str]) -> tuple[Any, str]:
+    """Return the first of these splits that a data set has, and its name."""
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise UsageError(
+            f"--dataset hfds/NAME needs Hugging Face's datasets, not installed ({error}): pip install "
+            "datasets"
+        ) from error
     for split in splits:
         try:
-            images = timm.data.create_dataset(
-                f"hfds/{dataset}",
-                root or None,
-                split=split,
-                input_key=input_key,
-                target_key=target_key,
-            )
-            if images.reader.dataset[0][input_key] is None:  # datasets adds a missing column, empty
-                raise ValueError(f"there is no image in column {input_key} of the first row")
-            return images.reader, split
-        except ImportError as error:
-            raise UsageError(
-                f"--dataset hfds/NAME needs Hugging Face's datasets, not installed ({error}): pip install "
-                "datasets"
-            ) from error
+            return load_dataset(dataset, split=split, cache_dir=root or None), split
         except Exception as error:  # of its library, of pyarrow, of the network
             text = " ".join(str(error).split())
             if not text.startswith("Unknown split") or split == splits[-1]:
-                raise UsageError(
-                    f"hfds/{dataset} {split} cannot be loaded with --input-key {input_key} --target-key "
-                    f"{target_key}: {text}"
-                ) from error
+                raise UsageError(f"hfds/{dataset} {split} cannot be loaded: {text}") from error
     raise AssertionError("no split was asked for")
 
 

@@ -61,6 +61,7 @@ class DetectionResult:
         """Return the content of evaluation.json; measures without an object are None."""
         return {
             "images": self.images,
+            "tta": "none",
             "unreadable_images": self.unreadable,
             "detections": len(self.detections),
             **json_numbers(self.measures),

@@ -1,5 +1,6 @@
 """The model card of a run's weights, model.md, in the format of Hugging Face's hub, where its name is README.md."""
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -7,7 +8,6 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from ea_vision.engine import run_folder
 from ea_vision.engine.train import Trainer
 
 CLASSIFICATION = "image-classification"
@@ -37,13 +37,23 @@ def front_matter(
     return f"---\n{data.to_yaml()}\n---\n"
 
 
+def without_folder(name: str) -> str:
+    """Return the name of a model or data set; of a local folder (local-dir:FOLDER, hfds//FOLDER) the last part."""
+    place = name.removeprefix("local-dir:").removeprefix("hfds/")
+    return Path(place).name if place != name and Path(place).is_absolute() else name
+
+
 def facts(config: Mapping[str, Any], about: Mapping[str, Any], options: Iterable[str]) -> dict:
     """Return the rows of a card's table: left column -> right column. Of paths only the last part is shown.
 
     Args:
         config, about: of the run's config.yaml. options: names of those to show.
     """
-    shown = [f"{name} {config[name]}" for name in options if name in config and name != "teacher"]
+    shown = []
+    for name in options:
+        if name in config and name != "teacher":
+            value = without_folder(config[name]) if name in ("model", "dataset") else config[name]
+            shown.append(f"{name} {value}")
     classes = about["classes"]
     rows = {
         "recipe": f"`{Path(config['recipe']).name}`: {', '.join(shown)}",
@@ -59,7 +69,8 @@ def facts(config: Mapping[str, Any], about: Mapping[str, Any], options: Iterable
         for start in about["starts"]
     ]
     for name in ("git_commit", "hardware", "versions"):  # of every start, in their order
-        rows[name] = "; then ".join(dict.fromkeys(str(start[name]) for start in starts))
+        values = dict.fromkeys(start[name] for start in starts if start[name] is not None)
+        rows[name] = "; then ".join(values)
     return {fact: value for fact, value in rows.items() if value}
 
 
@@ -69,7 +80,8 @@ def tables(rows: Mapping[str, str], metrics: Mapping[str, list[float]], measure:
     titles = [LOG[name] or name for name in LOG]
     lines += ["", "Log:", "", f"| {' | '.join(titles)} | {measure} % |", "| --- " * 5 + "|"]
     for values in zip(*(metrics[name] for name in (*LOG, measure)), strict=True):
-        lines.append(f"| {' | '.join(f'{value:.5g}' for value in values)} |")
+        cells = ["" if math.isnan(value) else f"{value:.5g}" for value in values]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -92,11 +104,14 @@ def card_of(
     rows = facts(
         config, {**about, "starts": trainer.progress.starts}, ("epochs", "batch_size", *options)
     )
-    dataset = Path(config["data_dir"]).name or config.get("dataset") or "images"
+    named = without_folder(config.get("dataset", ""))
+    dataset = (named if named not in ("", "folder") else Path(config["data_dir"]).name) or "images"
     task = CLASSIFICATION if trainer.watches else "object-detection"
-    metrics = run_folder.read_metrics(trainer.folder)
+    epochs = trainer.progress.rows
+    metrics = {name: [epoch[name] for epoch in epochs] for name in (*LOG, measure)}
+    model = without_folder(config["model"])
     return (
-        f"{front_matter(config['model'], measure, best[measure], dataset, task)}# {config['model']}\n\n"
+        f"{front_matter(model, measure, best[measure], dataset, task)}# {model}\n\n"
         f"{trainer.text_of(best)} on {images}, with the weights of epoch {best['epoch']}: "
         f'`ea_vision.load("model.safetensors")`.\n\n{tables(rows, metrics, measure)}\n'
     )

@@ -1,6 +1,7 @@
 """What training a classifier adds to the engine: its options, its loss, its evaluation."""
 
 import logging
+import math
 from dataclasses import dataclass
 
 import torch
@@ -124,7 +125,8 @@ class ClassificationTrainer(Trainer):
         self.mix = self.erase = self.teacher = None
         if config.teacher:
             self.teacher = create_teacher(data).to(self.world.device)
-            self.teacher_statistics = image_statistics(self.teacher)
+            statistics = image_statistics(self.teacher)
+            self.teacher_statistics = torch.tensor(statistics, device=self.world.device)
         if config.mixes:
             self.mix = Mixup(
                 config.mixup,
@@ -184,7 +186,7 @@ class ClassificationTrainer(Trainer):
     def _taught(self, images: Tensor) -> Tensor:
         """Return the logarithms of the teacher's probabilities (B, classes), of the student's images (B, 3, H, W)."""
         loader = self.train_loader
-        mean, std = images.new_tensor(self.teacher_statistics)[:, :, None, None]
+        mean, std = self.teacher_statistics[:, :, None, None]
         shown = images * loader.std[:, None, None] + loader.mean[:, None, None]
         return self.teacher((shown - mean) / std).float().log_softmax(1)
 
@@ -204,9 +206,13 @@ def create_teacher(data: DataModule) -> nn.Module:
     teacher, _ = load_network(source)
     set_image_statistics(teacher, source.note)
     data.check_network(teacher, source.note, target)
-    try:
-        with torch.no_grad():
-            teacher(torch.zeros(1, 3, config.img_size, config.img_size))
-    except REFUSALS as error:
-        raise UsageError(f"{target} does not take {config.img_size} pixels: {error}") from error
+    sizes = {config.img_size}
+    if getattr(config, "size_of", None):
+        sizes.update(map(config.size_of, range(math.ceil(config.epochs))))
+    for size in sorted(sizes):
+        try:
+            with torch.no_grad():
+                teacher(torch.zeros(1, 3, size, size))
+        except REFUSALS as error:
+            raise UsageError(f"{target} does not take {size} pixels: {error}") from error
     return teacher.requires_grad_(False)

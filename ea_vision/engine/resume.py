@@ -67,7 +67,8 @@ def begin_or_resume(trainer: Trainer, about: dict) -> None:
     trainer.progress.begin(about)
     if world.is_main:
         trainer.step_log = StepLog(folder, config, trainer.progress.updates)
-        (folder / run_folder.RESULTS).unlink(missing_ok=True)  # only a complete run has it
+        for name in (run_folder.RESULTS, run_folder.CARD):  # only a complete run has them
+            (folder / name).unlink(missing_ok=True)
         run_folder.write_config(
             folder, asdict(config), {**about, "starts": trainer.progress.starts}
         )

@@ -48,6 +48,7 @@ OWN_OF_A_NODE = (
     "val_beton",
     "output",
     "pretrained_path",
+    "teacher",
     "workers",
     "recipe",
 )
@@ -213,7 +214,7 @@ def check_beginning(config: TrainConfig, folder: Path) -> None:
     if weights and not complete and not os.path.exists(weights):
         raise UsageError(f"--pretrained-path {weights} does not exist")
     if getattr(config, "teacher", "") and not complete:
-        source_of(config.teacher)
+        source_of(config.teacher).check_kind()
     source = config.resume
     begun = os.path.exists(folder / run_folder.CONFIG)
     if source not in ("auto", "none") and not begun and not os.path.exists(source):
@@ -248,7 +249,9 @@ def check_network(module: type[DataModule], config: TrainConfig) -> None:
     config.pretrained = False
     config.pretrained_path = ""
     count = getattr(config, "num_classes", 0) or config.model_kwargs.get("num_classes", 2)
-    unopened = SimpleNamespace(config=config, classes=[""] * count)
+    unopened = SimpleNamespace(
+        config=config, classes=[""] * (count if isinstance(count, int) else 2)
+    )
     try:
         with torch.device("meta"):
             model, _ = module.create_model(unopened)

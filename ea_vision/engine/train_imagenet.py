@@ -69,10 +69,10 @@ class ImageNetConfig(StreamConfig, ClassificationConfig):
         "another data set: torch/NAME of torchvision's, hfds/NAME of Hugging Face's; empty: images",
         DATA,
     )
-    input_key: str = option(
+    input_key: str = setting(
         "", "hfds/NAME: column of the images; empty: image", DATA, goes_with="dataset"
     )
-    target_key: str = option(
+    target_key: str = setting(
         "", "hfds/NAME: column of the classes; empty: label", DATA, goes_with="dataset"
     )
     train_beton: str = setting(

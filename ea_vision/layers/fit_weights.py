@@ -38,8 +38,9 @@ def fit_weights(layer: FitsWeights, state_dict: dict[str, Tensor], prefix: str) 
         why the weights are of another layer, or None.
     """
     if f"{prefix}weight" in state_dict and layer.fusion == "add":
+        begins = not layer.proj.weight.is_meta and all_zero(layer.proj)
         try:
-            take_convolution(layer, state_dict, prefix, keep_attention=all_zero(layer.proj))
+            take_convolution(layer, state_dict, prefix, keep_attention=begins)
         except ValueError as error:
             return str(error)
     proj_weight = state_dict.get(f"{prefix}proj.weight")
@@ -86,14 +87,17 @@ def take_convolution(
         ValueError: the shape of the convolution does not fit the layer's.
     """
     for name in ("weight", "bias"):
-        plain = state_dict.pop(prefix + name, None)
         target = getattr(layer.conv, name, None)
-        if plain is not None and target is not None:
+        if prefix + name not in state_dict or (target is None and layer.conv is not None):
+            continue  # one that the convolution lacks stays, and is unexpected
+        plain = state_dict.pop(prefix + name)
+        if target is not None:
             _check_shape(prefix + name, plain, target, exactly=layer.fusion == "add")
             state_dict[f"{prefix}conv.{name}"] = plain[: len(target)]
     if keep_attention:
         for name, value in layer.state_dict().items():
-            state_dict.setdefault(prefix + name, value)
+            if not name.startswith("conv."):
+                state_dict.setdefault(prefix + name, value)
 
 
 def _check_shape(name: str, weight: Tensor, target: Tensor, exactly: bool) -> None:

@@ -53,7 +53,8 @@ class PixelAttention(PositionTables, EvolvingMaps):
         window: int | Size | None = None,
         head_window: int = 1,
         head_border: str = "clip",
-        **dd,
+        device=None,
+        dtype=None,
     ) -> None:
         """Create the branch's modules, without values; the errors are those of `AugmentedConv2d`.
 
@@ -95,6 +96,7 @@ class PixelAttention(PositionTables, EvolvingMaps):
         self.set_windows(window, head_window, head_border, evolution)
         self.need_logits = evolution is not None or not self.local
 
+        dd = {"device": device, "dtype": dtype}
         self.qkv = Projection(branch_channels(in_channels, position), 2 * dim_qk + dim_v, **dd)
         self.add_tables(feat_size, **dd)
         self.qk_norm = qk_norm

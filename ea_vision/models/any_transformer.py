@@ -459,11 +459,13 @@ def evolve_blocks(model: nn.Module, mechanisms: Mechanisms) -> None:
         embedding.__class__ = WholePatchEmbed
 
 
-def shared_copy(model: nn.Module, device: str | None = None) -> nn.Module:
-    """Return a copy of the modules that shares parameters and buffers, or has them on another device."""
+def shared_copy(model: nn.Module, on_meta: bool = False) -> nn.Module:
+    """Return a copy of the modules that shares parameters and buffers, or has tensors without numbers instead."""
     memo = {}
     for tensor in [*model.parameters(), *model.buffers()]:
-        memo[id(tensor)] = tensor if device is None else tensor.to(device)
+        memo[id(tensor)] = tensor
+        if on_meta:  # never by `to`: that of quantised weights moves their scales
+            memo[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     return copy.deepcopy(model, memo)
 
 

@@ -12,6 +12,7 @@ import functools
 import logging
 import re
 import sys
+import types
 from dataclasses import replace
 from typing import Any
 
@@ -265,10 +266,17 @@ def _in_causal_form(mechanisms: Mechanisms, causal: str) -> Mechanisms:
     return replace(mechanisms, options={"causal": causal, **mechanisms.options})
 
 
+def _change_class(block: nn.Module, cls: type) -> None:
+    """Change the class of a block; accelerate's hooks, which keep the old forward beside it, call the new one."""
+    block.__class__ = cls
+    if "_old_forward" in vars(block):
+        block._old_forward = types.MethodType(cls.forward, block)
+
+
 def _put_in_chain(block: nn.Module, chain: sequences.Chain, config: Any) -> None:
     """Add a block to a chain, and make it an `EvolvingBlock`."""
     if not isinstance(block, EvolvingBlock):
-        block.__class__ = evolving_class(type(block))
+        _change_class(block, evolving_class(type(block)))
         block.relays = []
         block.attention_config = config
     block.relays.append(chain)
@@ -297,7 +305,7 @@ def _say_windows(model: nn.Module, kind: str | None) -> None:
 
 def _on_meta(model: nn.Module) -> nn.Module:
     """Return a copy of a model without numbers, and without hooks."""
-    copied = shared_copy(model, "meta").eval()
+    copied = shared_copy(model, on_meta=True).eval()
     for module in copied.modules():
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()
@@ -315,13 +323,14 @@ def _check_forward(model: nn.Module, mechanisms: Mechanisms) -> None:
     try:
         tried(**_usual_inputs(model))
     except Exception as error:  # noqa: BLE001
-        if "meta tensor" in str(error):
+        if re.search("meta tensor|register_meta|device_type='meta'", str(error), re.IGNORECASE):
             return
         try:
             _on_meta(model)(**_usual_inputs(model))
         except Exception:  # noqa: BLE001 the plain model does not take these inputs
             return
-        refuse(model, f"its forward would fail with {mechanisms.kind!r}: {error}")
+        line = str(error).partition("\n")[0]
+        refuse(model, f"its forward would fail with {mechanisms.kind!r}: {line}")
 
 
 def _usual_inputs(model: nn.Module) -> dict[str, Tensor]:
@@ -405,12 +414,12 @@ def unevolve_huggingface(model: nn.Module) -> nn.Module:
             del module.maps
         if isinstance(module, EvolvingBlock):
             del module.token_conv, module.relays, module.attention_config
-            module.__class__ = plain_class(type(module))
+            _change_class(module, plain_class(type(module)))
     plain.set_attn_implementation(getattr(plain.config, NAME)["attn_implementation"])
     delattr(plain.config, NAME)
     for config in _configurations(plain.config):
         for implementation in IMPLEMENTATIONS:
-            delattr(config, implementation)
+            vars(config).pop(implementation, None)  # two may be one
     plain.name_or_path = plain.config.name_or_path
     return plain
 
@@ -434,13 +443,16 @@ def from_pretrained(folder: str, **kwargs: Any) -> nn.Module:
             f"{folder} has no evolution in its config.json; ea_vision.evolve a model of it first"
         )
     plain = getattr(transformers, config["architectures"][0])
+    # the plain model's own implementation never runs, and may need a package
+    implementations = {"attn_implementation": "eager", "experts_implementation": None}
     attention_of_plain = keywords.pop("attn_implementation")
-    implementations = {"attn_implementation": attention_of_plain, "experts_implementation": None}
+    attention_of_plain = kwargs.get("attn_implementation", attention_of_plain)
     with_info = kwargs.pop("output_loading_info", False)
 
     def build(self, config, *args, **options):
         plain.__init__(self, config, *args, **options)
         give(self, Mechanisms.of_evolve(**keywords))
+        getattr(self.config, NAME)["attn_implementation"] = attention_of_plain
 
     cls = type(plain.__name__, (plain,), {"__init__": build, "__module__": plain.__module__})
     kwargs = {**implementations, **kwargs, "output_loading_info": True}

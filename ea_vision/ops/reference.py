@@ -205,7 +205,7 @@ class StepByStep:
         local: whether a query sees only a part of the map, or other heads.
         window: (height, width) in pixels that a query sees, or None for the whole map.
         head_window: number of neighbouring heads that a query sees.
-        head_border: "clip" or "wrap", see `evolving_attention`.
+        head_border: "clip" or "wrap", see `Problem`.
         evolved: (logits, prev_logits, feat_size) -> logits, replaces `evolution` in layers whose maps have padding.
     """
 

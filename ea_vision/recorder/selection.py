@@ -13,7 +13,7 @@ from ea_vision.recorder.recording import AttentionLayer, recordable_layers
 from ea_vision.zoo.loaded import LoadedModel
 
 # names as in `recorder.maps.LayerMaps.query_names`; all: the mean of all pixels' queries
-TOKEN = r"all|cls|dist|mean|pool|(?:reg|pool|query)[1-9]\d*"
+TOKEN = r"all|cls|dist|mean|pool|(?:reg|pool|query|token)[1-9]\d*"
 NUMBER = "[0-9]{1,9}"
 
 

@@ -431,10 +431,11 @@ def make_explorer(
     chosen = STORED_PARTS if parts == "all" else parts.split(",")
     if not set(chosen) <= set(STORED_PARTS):
         raise UsageError(f"--parts must be all or some of {', '.join(STORED_PARTS)}; got {parts!r}")
-    numbers = request.heads(request.record(image))
+    recordings = request.record(image)
+    numbers = () if heads == "all" else request.heads(recordings)
     if MEAN in numbers:
         raise UsageError(f"--heads must be numbers or all (the page adds the mean), got {heads!r}")
-    return Explorer(request.models, request.layers, () if heads == "all" else numbers, chosen)
+    return Explorer(request.models, request.layers, numbers, chosen)
 
 
 @dataclass

@@ -197,6 +197,8 @@ class FigureRequest:
         tokens = [text for text in texts if text.isalnum() and text != ALL]
         if len(tokens) < len(texts) and not layer.pixels_ask:
             return False
+        if "query1" in layer.query_names:
+            tokens = [token.replace("token", "query") for token in tokens]
         return set(tokens) <= set(layer.query_names)
 
     def heads(self, recordings: Sequence[Recording]) -> list[Head]:

@@ -8,7 +8,6 @@ have a diverging scale with 0 in its middle.
 Lines, fonts and colours that are not data follow matplotlib's rcParams.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -258,8 +257,7 @@ def map_sheet(
         else:
             foot = f"colours: {bars[0].label}"
             for block, bar in zip(owners, bars, strict=True):
-                name, *_ = re.split("[:\n]", block.title)
-                shared.append(replace(bar, label=name))
+                shared.append(replace(bar, label=block.title.partition("\n")[0]))
     if _fits_grid(blocks):
         blocks = [_grid(blocks, narrow=(page.get("width") or PAGE) < 5)]
     return sheet(title, blocks, note=note, photo=photo, bars=shared, foot=foot, **page)
@@ -267,7 +265,8 @@ def map_sheet(
 
 def fog_note(blocks: Sequence[Block]) -> str:
     """Explain the fog, and the number of its cells."""
-    shapes = {tile.values.shape for block in blocks for tile in block.maps()}
+    tiles = chain.from_iterable(block.maps() for block in blocks)
+    shapes = {tile.values.shape for tile in tiles if is_attention(tile.part)}
     sizes = " and ".join(f"{height} x {width}" for height, width in sorted(shapes, reverse=True))
     return (
         "full fog: at most half of uniform attention; clear: at least twice; line: uniform; interpolated "
@@ -276,7 +275,8 @@ def fog_note(blocks: Sequence[Block]) -> str:
 
 
 def _fits_grid(blocks: Sequence[Block]) -> bool:
-    if len(blocks) < 2 or any(len(block.rows) != 1 for block in blocks):
+    # a row's own label has no place in a grid
+    if len(blocks) < 2 or any(len(block.rows) != 1 or block.rows[0].label for block in blocks):
         return False
     lines = "\n".join(block.title for block in blocks).split("\n")
     return max(map(len, lines)) <= 24

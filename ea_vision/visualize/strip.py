@@ -105,8 +105,11 @@ def _through_training(
     """Draw attention through training: one row per layer, one column per epoch of each run."""
     runs = {run_label(model): None for model in request.models}
     names = [f"epoch {model.epoch}" for model in request.models]
+    title = f"{' and '.join(runs)} through training"
     if len(runs) > 1:
         names = [model.label for model in request.models]
+    elif len(names) == 1:
+        title += f", {names[0]}"
     return draw_heatmap(
         recordings,
         request.numbers,
@@ -114,7 +117,7 @@ def _through_training(
         points,
         request.style,
         names=names,
-        title=f"{' and '.join(runs)} through training",
+        title=title,
         width=request.width,
     )
 

@@ -103,7 +103,7 @@ def create(source: Source, *, random: bool = False, seed: int = 0) -> nn.Module:
     pretrained = source.pretrained and not random
     constructor = partial(kind_of(source).create, source.name, pretrained=pretrained)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # the network is built on the CPU
         model, _ = build(constructor, source.name, source.kwargs)
     return model
 

@@ -82,6 +82,9 @@ class LoadedModel:
         if hasattr(model, "config"):  # transformers'
             is_classifier = "ForImageClassification" in type(model).__name__
             return model.config.num_labels if is_classifier else 0
+        if isinstance(last, (nn.Softmax, nn.LogSoftmax, nn.Flatten, nn.Dropout)):
+            linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+            last = linear[-1] if linear else last
         return getattr(last, "out_features", 0)
 
     @property

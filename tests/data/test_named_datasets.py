@@ -95,10 +95,13 @@ def test_texts_are_refused_as_classes(hub):
 @pytest.mark.parametrize(
     "given, message",
     [
-        ({"input_key": "img"}, "--input-key img"),
-        ({"target_key": "cls"}, "--target-key .* got cls: it has label"),
-        ({"input_key": "label"}, "--input-key label"),
-        ({"target_key": "image", "num_classes": 3}, "--target-key .* got image: it has label"),
+        ({"input_key": "img"}, "--input-key .* got img: it has image, label"),
+        ({"target_key": "cls"}, "--target-key .* got cls: it has image, label"),
+        ({"input_key": "label"}, "--input-key: column label "),
+        (
+            {"target_key": "image", "num_classes": 3},
+            "--target-key .* got image: it has image, label",
+        ),
         ({"named": "extra"}, " extra .*Unknown split"),
         ({"num_classes": 4}, "must have 4 classes"),
     ],
@@ -110,7 +113,7 @@ def test_other_columns_and_splits_are_one_line(hub, given, message):
 
 
 def test_a_missing_data_set_is_one_line(hub, tmp_path):
-    with refused("hfds/.*nowhere.* cannot be loaded "):
+    with refused("hfds/.*nowhere.* cannot be loaded: "):
         open_dataset(f"hfds/{tmp_path / 'nowhere'}", hub.cache, "train")
 
 
@@ -119,7 +122,7 @@ def test_splits_of_one_length_have_fingerprints_of_their_own(hub):
     train = open_dataset(name, hub.cache, "train", "train")
     other = open_dataset(name, hub.cache, "train", "test")
     assert train.fingerprint() == open_dataset(name, hub.cache, "train").fingerprint()
-    train.items.dataset = train.items.dataset.select(range(3, 6))
+    train.items.images = train.items.images.select(range(3, 6))
     assert len(train) == len(other)
     assert train.fingerprint() != other.fingerprint()
 

@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 from experiments.transformers_models import KINDS, RESULTS, rows_of
+from tests.process import ROOT
 
 
 def results(rows):
@@ -24,3 +25,12 @@ def test_a_row_of_the_table(model_type):
 def test_no_model_is_accepted_that_computes_something_else():
     with RESULTS.open(encoding="utf-8") as file:
         assert [row for row in csv.DictReader(file) if row["result"] == "wrong"] == []
+
+
+def test_the_page_counts_the_models_that_evolve():
+    with RESULTS.open(encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["kind"]]
+    tried = {row["model_type"] for row in rows}
+    accepted = {row["model_type"] for row in rows if row["result"] == "accepted"}
+    page = (ROOT / "docs" / "transformers.md").read_text(encoding="utf-8")
+    assert f"[{len(accepted)} of {len(tried)} tried]" in page

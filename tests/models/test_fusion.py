@@ -73,6 +73,9 @@ def test_a_plain_networks_state_is_loaded_strictly_or_not_and_by_its_path(name, 
     with pytest.raises(RuntimeError, match=r"Missing key.*qkv\.weight"):
         model.load_state_dict(plain.state_dict())
     whole = next(path for path, module in model.named_modules() if module is layer)
+    more = {**plain.state_dict(), f"{whole}.bias": torch.zeros(3)}  # as where norms are folded
+    with pytest.raises(RuntimeError, match=f"Unexpected key.*{whole}.bias"):
+        model.load_state_dict(more)
     wrong = {**plain.state_dict(), f"{whole}.weight": torch.zeros(3, 3, 1, 1)}
     with pytest.raises(RuntimeError, match=f"{whole}.weight must have .* got \\(3, 3, 1, 1\\)"):
         model.load_state_dict(wrong)

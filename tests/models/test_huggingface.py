@@ -19,6 +19,7 @@ from ea_vision import evolve, record_attention, unevolve
 from ea_vision.layers import Evolution, TokenConv
 from ea_vision.layers.sequence_attention import Chain
 from ea_vision.models import huggingface
+from ea_vision.ops import use_implementation
 from tests.layers.oracle import map_conv
 from tests.models.test_across import KINDS
 from tests.models.zoo import idle
@@ -762,6 +763,47 @@ def sentences(count):
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, 50, (count, 8), generator=generator)
     return [{"input_ids": row, "labels": row[0] % 3} for row in ids]
+
+
+@torch.no_grad()
+def test_blocks_with_hooks_of_accelerate_run_their_mechanisms():
+    hooks = pytest.importorskip("accelerate.hooks", reason="accelerate is not installed")
+    mechanisms = dict(kind="conv2d", start="paper", token_conv="paper")
+    expected = evolve(create("vit"), **mechanisms).eval()
+    plain = create("vit")
+    for block in plain.modules():
+        if type(block).__name__ == "ViTLayer":
+            hooks.add_hook_to_module(block, hooks.AlignDevicesHook(execution_device="cpu"))
+    model = evolve(plain, **mechanisms).eval()
+    model.load_state_dict(expected.state_dict())
+    inputs = inputs_of("vit")
+    assert torch.equal(model(**inputs)[0], expected(**inputs)[0])
+    assert torch.equal(unevolve(evolve(plain))(**inputs)[0], create("vit")(**inputs)[0])
+
+
+def test_evolve_never_moves_weights_whatever_implementation_is_forced():
+    """Moving quantised weights moves their scales; a copy without numbers runs on the meta device."""
+
+    class Quantised(nn.Parameter):
+        def to(self, *_, **__):
+            raise RuntimeError("moved")
+
+    model = create("vit")
+    linear = next(module for module in model.modules() if isinstance(module, nn.Linear))
+    linear.weight = Quantised(linear.weight.data, requires_grad=False)
+    with use_implementation("cpu"):
+        evolving = evolve(model, "ea")
+    inputs = inputs_of("vit")
+    assert_close(evolving(**inputs)[0], model(**inputs)[0])
+
+
+def test_a_folder_loads_without_the_plain_models_attention(tmp_path):
+    evolve(create("vit")).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    config["ea_vision"]["attn_implementation"] = "flash_attention_2"
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    model = ea_vision.from_pretrained(tmp_path)
+    assert model.config.ea_vision["attn_implementation"] == "flash_attention_2"
 
 
 def test_trains_with_trainer(tmp_path):
