@@ -122,8 +122,6 @@ NETWORKS = {
     "ea": ("ea_aa_resnet50", {}),
     "ea, map_reduction=32": ("ea_aa_resnet50", {"map_reduction": 32}),
     "ea, attn_stages=(4,)": ("ea_aa_resnet50", {"attn_stages": (4,)}),
-    "aa, fusion=add": ("aa_resnet50", {"fusion": "add"}),
-    "ea, fusion=add": ("ea_aa_resnet50", {"fusion": "add"}),
     "aa, window=7": ("aa_resnet50", {"window": 7}),
     "retinanet, resnet50": ("resnet50", None),
     "retinanet, ea": ("ea_aa_resnet50", None),

@@ -605,7 +605,18 @@ def tiny_runs(name: str, where: str = "epochs > 0") -> list[str]:
     return means(runs, "run", {"run": "{run}", **TINY_RUNS})
 
 
+def added_attention_steps() -> list[str]:
+    """Training steps of attention beside the convolutions, by stages and heads, in plain steps."""
+    table = pd.read_csv(RESULTS / "added-attention-widths.csv")
+    table["ratio"] = table["ratio"].map("{:.2f}".format)
+    cells = table.groupby(["network", "place"], sort=False)["ratio"].agg(", ".join).unstack()
+    cells = cells[list(dict.fromkeys(table["place"]))]
+    rows = [[network, *row] for network, row in zip(cells.index, cells.to_numpy(), strict=True)]
+    return markdown(["network", *cells.columns], rows)
+
+
 TABLES: dict[str, dict[str, Callable[[], list[str]]]] = {
+    "docs/fine-tune.md": {"widths": added_attention_steps},
     "experiments/kernels.md": {
         "parts": parts_of_a_layer,
         "sizes": networks_by_image_size,
