@@ -349,9 +349,9 @@ def finish(trainer: Trainer, about: dict) -> None:
         trainer.step_log.close()
     trainer.world.barrier()
     log.info(
-        "%s on the %s: best weights (epoch %d) %s, last weights %s",
+        "%s on %s: best weights (epoch %d) %s, last weights %s",
         trainer.quality,
-        images,
+        images if images == "images held out" else f"the {images}",
         progress.best_epoch,
         trainer.text_of(best),
         trainer.text_of(last),

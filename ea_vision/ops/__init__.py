@@ -184,9 +184,7 @@ def evolving_attention(
     if problem.prev_logits is not None and not torch.compiler.is_compiling():
         log_large_map(q.shape[1], problem.feat_size)
     name = implementation
-    if name is None and q.device.type == "meta":  # without numbers no kernel runs
-        name = "reference"
-    elif name is None and forced:
+    if name is None and forced:
         name = forced[-1]
     elif name is None and exporting():
         name = "reference"
