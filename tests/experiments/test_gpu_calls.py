@@ -49,7 +49,7 @@ def test_tiles_compiled_at_first_use():
 @pytest.mark.parametrize("compiles, expected", [(False, "triton"), (True, "sdpa")])
 def test_small_maps_of_aa_take_triton_unless_compiled(compiles, expected, monkeypatch):
     taken = []
-    monkeypatch.setattr(ops, "log_once", lambda key, *_: taken.append(key[0]))
+    monkeypatch.setattr(ops, "log_once", lambda key, *_: taken.append(key[1]))
     with pretended_gpu(), FakeTensorMode(), torch.device("cuda"):
         q, k, v = torch.empty(3, 1, 2, 16, 8, dtype=torch.bfloat16)
         tables = torch.empty(2, 7, 8)
