@@ -106,7 +106,8 @@ def test_every_implementation_adds(implementation):
 @pytest.mark.parametrize("name", FEW)
 def test_fx_traces_and_checkpointing_change_nothing(name):
     model = added(name)
-    assert_fx_agrees(model, sample(name, 1))
+    # in float64, since a random MnasNet can enlarge float32's rounding a thousandfold
+    assert_fx_agrees(added(name).double(), sample(name, 1).double())
     assert_checkpointing_changes_nothing(model, sample(name), atol=1e-5, rtol=1e-4)
 
 
