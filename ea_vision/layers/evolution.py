@@ -407,8 +407,11 @@ class _ConvolvedEvolution(Evolution):
     def reason_against(self) -> str | None:
         if self.causal != "none":
             return f"the others have no causal form; got causal={self.causal!r}"
-        reasons = map(reason_against_conv, self.convs)
-        return next((reason for reason in reasons if reason is not None), None)
+        for conv in self.convs:
+            reason = reason_against_conv(conv)
+            if reason is not None:
+                return reason
+        return None
 
     def operands(self, prev_logits: Tensor) -> Operands | None:
         """Apply all convolutions but the last (PA alone has more than one); the operator applies the last one."""
