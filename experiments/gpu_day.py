@@ -293,17 +293,22 @@ def time_network(day: Day, turns: Turns, name: str, implementation: str) -> None
                 day.save("elements-ea_aa_resnet50", moved(day, steps[EAGER]))
 
 
-def profiled(day: Day, steps: Steps) -> list[dict]:
-    """Return milliseconds and calls of each kernel in a training step; on a CPU, of each operator."""
+def recorded_step(day: Day, steps: Steps, **options: bool) -> profile:
+    """Return the profile of a training step; options: further ones of torch's profiler."""
     activities = [ProfilerActivity.CPU]
     if not day.dry:
         activities.append(ProfilerActivity.CUDA)
-    steps.train()
-    with profile(activities=activities) as recorded:
+    with profile(activities=activities, **options) as recorded:
         steps.train()
         devices.synchronize(day.device)
+    return recorded
+
+
+def profiled(day: Day, steps: Steps) -> list[dict]:
+    """Return milliseconds and calls of each kernel in a training step; on a CPU, of each operator."""
+    steps.train()
     rows = []
-    for event in recorded.key_averages():
+    for event in recorded_step(day, steps).key_averages():
         milliseconds = (event.self_device_time_total or event.self_cpu_time_total) / 1e3
         row = {"kind": kind_of(event.key), "kernel": event.key[:100]}
         row |= {"calls": event.count, "ms": milliseconds}
@@ -316,12 +321,6 @@ def profiled(day: Day, steps: Steps) -> list[dict]:
 
 def moved(day: Day, steps: Steps) -> list[dict]:
     """Return calls, milliseconds and input elements of operators of a step that copy, join, add or multiply."""
-    activities = [ProfilerActivity.CPU]
-    if not day.dry:
-        activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities, record_shapes=True) as recorded:
-        steps.train()
-        devices.synchronize(day.device)
 
     def elements(shapes: list) -> int:
         if all(isinstance(entry, int) for entry in shapes):
@@ -329,7 +328,8 @@ def moved(day: Day, steps: Steps) -> list[dict]:
         return sum(elements(entry) for entry in shapes if isinstance(entry, list))
 
     rows = []
-    for event in recorded.key_averages(group_by_input_shape=True):
+    step = recorded_step(day, steps, record_shapes=True)
+    for event in step.key_averages(group_by_input_shape=True):
         if event.key.removeprefix("aten::") in MOVES:
             milliseconds = (event.self_device_time_total or event.self_cpu_time_total) / 1e3
             row = {"operator": event.key, "calls": event.count, "ms": milliseconds}

@@ -16,10 +16,10 @@ import onnx
 import timm
 import torch
 from onnx import numpy_helper
-from torch.nn.functional import interpolate
 
 from ea_vision.base.errors import exit_code
 from ea_vision.visualize import plot_heatmap
+from experiments.finetune_scenes.run import resized
 
 PHOTOS = [f"docs/photos/{name}.jpg" for name in ("dog", "macaw", "horse", "moose")]
 SIDE = 24  # patches
@@ -62,10 +62,8 @@ def weights_of(graph: onnx.GraphProto) -> dict[str, torch.Tensor]:
         for number in "12":
             state[f"{goal}ls{number}.gamma"] = tensors[f"{source}layer_scale{number}.lambda1"]
     single, table = positions(graph, tensors)
-    grid = table.reshape(1, 37, 37, 384).permute(0, 3, 1, 2)
-    grid = interpolate(grid, size=(SIDE, SIDE), mode="bicubic", align_corners=False)
-    state["pos_embed"] = torch.cat([single, grid.flatten(2).mT], 1)
-    return state
+    state["pos_embed"] = torch.cat([single, table.reshape(1, -1, 384)], 1)
+    return resized(state, SIDE)
 
 
 def positions(graph: onnx.GraphProto, tensors: dict) -> tuple[torch.Tensor, torch.Tensor]:

@@ -42,7 +42,13 @@ def open_dataset(
     columns = {"--input-key": input_key, "--target-key": target_key}
     if prefix == "hfds" and name:
         return HubImages(
-            name, root, split, named, num_classes, input_key or "image", target_key or "label"
+            name,
+            root,
+            split,
+            named,
+            num_classes,
+            input_key=input_key or "image",
+            target_key=target_key or "label",
         )
     for option, value in columns.items():
         if value:
@@ -142,8 +148,9 @@ class HubImages(NamedImages):
         split: str,
         named: str = "",
         num_classes: int = 0,
-        input_key: str = "image",
-        target_key: str = "label",
+        *,
+        input_key: str,
+        target_key: str,
     ):
         table, split = _hub_table(dataset, root, (named,) if named else HUB_SPLITS[split])
         name = f"hfds/{dataset} {split}"

@@ -326,8 +326,9 @@ def finish(trainer: Trainer, about: dict) -> None:
     data = trainer.data
     tested = config.test and data.eval_split == "held_out"
     split = "test" if tested else data.eval_split
-    images = {"test": "images to evaluate on", "held_out": "images held out"}[split]
-    images = "test images" if tested else images
+    images = "images held out" if split == "held_out" else "images to evaluate on"
+    if tested:
+        images = "test images"
     last = best = _final_figures(trainer, progress.rows[-1], tested)
     if 0 < progress.best_epoch < len(progress.rows):
         trainer.best_model.load_state_dict(read_weights(folder / run_folder.WEIGHTS))
@@ -351,7 +352,7 @@ def finish(trainer: Trainer, about: dict) -> None:
     log.info(
         "%s on %s: best weights (epoch %d) %s, last weights %s",
         trainer.quality,
-        images if images == "images held out" else f"the {images}",
+        images if split == "held_out" else f"the {images}",
         progress.best_epoch,
         trainer.text_of(best),
         trainer.text_of(last),

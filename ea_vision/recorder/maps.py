@@ -219,6 +219,10 @@ class LayerMaps:
         cells = keys.flatten(-2) / (rows * cols)
         return torch.cat([prefix, cells], -1)
 
+    def own_name(self, query: str) -> str:
+        """Return the layer's name of a query: "token5" is "query5" where queries are no pixels."""
+        return query.replace("token", "query") if "query1" in self.query_names else query
+
     def token(self, cell: Cell) -> int:
         """Return the row of a query: (row, column) of the map, or a token by name, such as "cls", or "token5" of a
         sequence and of a layer whose queries are no pixels ("query5" there, too).
@@ -239,7 +243,7 @@ class LayerMaps:
         names = self.query_names
         if not names and self.layout.image is None:  # a sequence
             names = tuple(f"token{number + 1}" for number in range(self.feat_size[1]))
-        name = cell.replace("token", "query") if "query1" in names else cell
+        name = self.own_name(cell)
         if name not in names:
             shown = names if len(names) < 8 else (*names[:3], "...", names[-1])
             raise UsageError(

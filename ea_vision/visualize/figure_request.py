@@ -197,9 +197,7 @@ class FigureRequest:
         tokens = [text for text in texts if text.isalnum() and text != ALL]
         if len(tokens) < len(texts) and not layer.pixels_ask:
             return False
-        if "query1" in layer.query_names:
-            tokens = [token.replace("token", "query") for token in tokens]
-        return set(tokens) <= set(layer.query_names)
+        return set(map(layer.own_name, tokens)) <= set(layer.query_names)
 
     def heads(self, recordings: Sequence[Recording]) -> list[Head]:
         """Return the heads, numbers or "mean", which every recorded layer must have. If layers have different numbers
