@@ -605,6 +605,14 @@ def tiny_runs(name: str, where: str = "epochs > 0") -> list[str]:
     return means(runs, "run", {"run": "{run}", **TINY_RUNS})
 
 
+def spawned_workers() -> list[str]:
+    """Medians of an epoch's seconds by the way in which workers start."""
+    table = pd.read_csv(RESULTS / "spawned-workers.csv")
+    medians = table.groupby(["method", "epoch"])["seconds"].median().unstack()
+    rows = [[method, *(f"{x:.1f}" for x in seconds)] for method, seconds in medians.iterrows()]
+    return markdown(["start", *(f"epoch {number}, s" for number in medians)], rows)
+
+
 def added_attention_steps() -> list[str]:
     """Training steps of attention beside the convolutions, by stages and heads, in plain steps."""
     table = pd.read_csv(RESULTS / "added-attention-widths.csv")
@@ -694,6 +702,7 @@ TABLES: dict[str, dict[str, Callable[[], list[str]]]] = {
             {"seed": "{seed}", "with": "{top1 True:.2f}", "without": "{top1 False:.2f}"},
         ),
         "beside timm": lambda: tiny_runs("beside-timm"),
+        "workers": spawned_workers,
     },
     "experiments/evolution.md": {
         "pairs": evidence_pairs,
