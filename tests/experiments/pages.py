@@ -53,13 +53,14 @@ def shown(numbers):
 def page_says(page, heading, *numbers):
     """Check that the section under `heading` has these numbers; a minus sign may be a hyphen, and a number has two
     digits after its point."""
-    text = " ".join(hyphened(section(page, heading)).split())
-    missing = [number for number in shown(numbers) if hyphened(number) not in text]
+    text = plain_text(section(page, heading))
+    missing = [number for number in shown(numbers) if plain_text(number) not in text]
     assert missing == [], f"{page}, {heading}: {missing}"
 
 
-def hyphened(text):
-    return text.replace("\N{MINUS SIGN}", "-")
+def plain_text(text):
+    """Return a text in one line, with hyphens for minus signs and nothing bold."""
+    return " ".join(text.replace("\N{MINUS SIGN}", "-").replace("**", "").split())
 
 
 def points(of, plus=""):

@@ -1,11 +1,10 @@
-"""The pages of experiments agree with the files: each figure is computed from its file and must occur in its section,
-in any wording.
+"""The pages agree with the files: every interval on a page is one of the files', and each other figure below is
+computed from its file and must occur in its section, in any wording.
 
 Each generator yields (page, heading, figures ...); tables are written by experiments/pages.py.
 """
 
 import re
-import statistics
 from inspect import isgeneratorfunction
 
 import numpy as np
@@ -17,7 +16,7 @@ from ea_vision.engine.config import load_recipe
 from experiments import break_even, pages, published, sensitivity
 from experiments.collapse import analyse as collapse
 from experiments.collapse.run import CONTROLS, SEEDS
-from experiments.evidence import by_variant, holm, paired, read_runs, shown_p
+from experiments.evidence import holm, paired
 from experiments.factorial import analyse
 from experiments.healthy_maps.analyse import effects_of
 from tests.experiments.pages import (
@@ -26,7 +25,7 @@ from tests.experiments.pages import (
     cells,
     last_row,
     page_says,
-    points,
+    plain_text,
     rows_of,
     section,
     shown,
@@ -37,47 +36,74 @@ from tests.experiments.pages import (
 )
 from tests.refused import refused
 
-FACTORIAL = ROOT / "experiments" / "factorial"
-HEALTHY_RUNS = ROOT / "experiments" / "healthy_maps"
+EXPERIMENTS = ROOT / "experiments"
+FACTORIAL = EXPERIMENTS / "factorial"
+HEALTHY_RUNS = EXPERIMENTS / "healthy_maps"
 PAGE = "docs/experiments.md"
-HELP = "Does evolving attention help?"
 VERSUS = "Attention against convolution"
-OWE = "What the networks owe to their maps"
-EVOLUTION = "experiments/evolution.md"
-CIFAR = "experiments/cifar.md"
-MAPS = "experiments/maps.md"
-KERNELS = "experiments/kernels.md"
-CELL = "experiments/factorial/README.md"
-SCENES = "experiments/scenes/README.md"
-TUNING = "experiments/finetune_scenes/README.md"
-ADDED = "experiments/added_attention/README.md"
-COLLAPSED = "experiments/collapse/README.md"
 SETS = ("cifar10", "cifar100")
-SETS_NAMED = ("CIFAR-10", "CIFAR-100")
 AA = "conv_transformer_cifar"
 PA = "pa_conv_transformer_cifar"
 EA = "ea_conv_transformer_cifar"
 
 
-def open_points(of, plus=""):
-    """Return `points` without the last bracket."""
-    return points(of, plus).rstrip(")")
+# ---- every interval --------------------------------------------------------------------------------------------------
+
+INTERVAL = re.compile(r"([+-]?\d+\.\d\d)(?: points)? \((-?\d+\.\d\d) to (-?\d+\.\d\d)[,)]")
+CORRECTED = re.compile(r"corrected p (?:= |from )(\d\.\d{3})")
+TABLE = re.compile(r"<!-- table: .+? -->\n.*?<!-- end -->", re.DOTALL)
 
 
-# ---- does evolution help? --------------------------------------------------------------------------------------------
+def intervals_in(text):
+    """Return the differences of a text with their intervals."""
+    return {tuple(map(float, numbers)) for numbers in INTERVAL.findall(plain_text(text))}
 
 
-def the_question_by_seeds():
-    """EA - none in the first seeds, the fresh ones and all ten, at equal time; PA beside none."""
+def gains_that_no_table_has():
+    """Return EA - none of all on CIFAR-10 pooled, of fresh seeds and of all; the differences of networks on scenes."""
+    runs = pd.read_csv(HEALTHY_RUNS / "norm-runs.csv").query("data == 'cifar10'")
+    tables = [runs.pivot(index="seed", columns="network", values="top1")]
     for data in SETS:
-        for seeds, top1 in published.seeds_of(data).items():
-            gain = paired(top1["EA"] - top1["none"])
-            yield PAGE, "", open_points(gain, "+")
-            if seeds == "seeds 0 to 4":
-                yield PAGE, HELP, f"{open_points(gain, '+')}, p = {gain['p']:.3f}"
-    logits = table("replaced-maps/full-logits.csv")
-    is_pa = logits["model"].str.startswith("pa_")
-    assert logits[is_pa]["correlation"].min() >= 0.999
+        tables += published.seeds_of(data).values()
+    gains = [top1["EA"] - top1["none"] for top1 in tables]
+    norm, first, fresh, *_ = gains
+    pooled = pd.concat([norm, first, fresh])
+    assert len(pooled) == 15
+    for file, *pairs in (
+        ("quarter-width-runs", ("EA", "plain"), ("EA", "AA"), ("taught", "plain")),
+        ("fine-tuning-runs", ("fine-tuned", "from scratch")),
+    ):
+        scenes = top1_of(f"scenes/{file}.csv")
+        gains += [scenes[better] - scenes[worse] for better, worse in pairs]
+    return [pooled, *gains]
+
+
+def test_every_interval_and_corrected_p_on_a_page_is_one_of_the_files():
+    """Of the tables that are generated, of the files of effects, or computed above; a loss may be said as a gain."""
+    computed = set()
+    corrected = set()
+    effects = [pd.DataFrame([paired(gains) for gains in gains_that_no_table_has()])]
+    for file in EXPERIMENTS.rglob("*.csv"):
+        rows = pd.read_csv(file)
+        if {"difference", "low", "high"} <= set(rows):
+            effects.append(rows)
+    for row in pd.concat(effects)[["difference", "low", "high", "p_holm"]].itertuples(index=False):
+        *interval, p = row
+        computed.add(tuple(float(f"{number:.2f}") for number in interval))
+        corrected.add(f"{p:.3f}")
+    texts = {}
+    for page in [ROOT / "README.md", *ROOT.glob("docs/*.md"), *EXPERIMENTS.rglob("*.md")]:
+        text = page.read_text(encoding="utf-8")
+        for written in TABLE.findall(text) + [text] * (page.name == "published.md"):
+            computed |= intervals_in(written)
+        texts[page] = TABLE.sub("", text)
+    computed |= {(-gain, -high, -low) for gain, low, high in computed}
+    said = 0
+    for page, text in texts.items():
+        said += len(intervals_in(text))
+        assert intervals_in(text) <= computed, page
+        assert set(CORRECTED.findall(plain_text(text))) <= corrected, page
+    assert said > 70
 
 
 def top1_of_the_ea_paper():
@@ -86,29 +112,14 @@ def top1_of_the_ea_paper():
     return {row["label"]: row["top1"]["ImageNet"] for row in rows}
 
 
-def attention_against_convolution():
-    """The plain convolution beside none and EA; EA beside none with the norm, and all pairs of CIFAR-10 pooled."""
-    first = {data: top1_of(f"evidence/{data}-runs.csv") for data in SETS}
-    for top1 in first.values():
-        yield PAGE, "", points(paired(top1["cnn"] - top1["none"]), "+")
-    runs = pd.read_csv(HEALTHY_RUNS / "norm-runs.csv").query("data == 'cifar10'")
-    norm = runs.pivot(index="seed", columns="network", values="top1")
-    five = published.seeds_of("cifar10")["5 to 9"]
-    yield "README.md", "Results", points(paired(five["EA"] - five["none"]), "+")
-    evolved = paired(norm["EA"] - norm["none"])
-    yield PAGE, "", points(evolved)
-    fresh = by_variant(read_runs(FACTORIAL / "cifar10-runs.csv"))
-    pooled = pd.concat([of["EA"] - of["none"] for of in (first["cifar10"], fresh, norm)])
-    assert len(pooled) == 15
-    yield PAGE, HELP, points(evolved), points(paired(pooled), "+")
+def gains_of_the_papers():
+    """Which all runs on CIFAR-10 together rule out for narrow networks."""
+    pooled = paired(gains_that_no_table_has()[0])
     gain = published.figures(PA)["top1"]["CIFAR-10"] - published.figures(AA)["top1"]["CIFAR-10"]
-    assert paired(pooled)["high"] < gain
     paper = top1_of_the_ea_paper()
     ea_gain = paper["ea_aa_resnet34"] - paper["aa_resnet34"]
-    assert paired(pooled)["high"] < ea_gain
-    yield PAGE, HELP, f"gains: {gain:+.2f} of PA, {ea_gain:+.2f} of EA"
-    cnn = first["cifar10"]["cnn"].mean()
-    yield COLLAPSED, "", f"none has {norm['none'].mean():.2f}% on CIFAR-10 where cnn has {cnn:.2f}"
+    assert pooled["high"] < min(gain, ea_gain)
+    yield PAGE, "", f"gains: {gain:+.2f} of PA, {ea_gain:+.2f} of EA"
 
 
 def test_the_factorial(tmp_path):
@@ -132,129 +143,57 @@ def test_the_factorial(tmp_path):
         analyse.main([str(tmp_path / "fresh-cifar100.csv"), "-o", str(tmp_path)])
 
 
-def the_factorial():
-    """Skip and convolution on the page, all rows beside the protocol."""
-    effects = pd.read_csv(FACTORIAL / "effects.csv").to_dict("records")
-    rows = {(row["data"], row["name"], row["seeds"][:6]): row for row in effects}
-    for data in SETS:
-        yield PAGE, "", points(rows[data, "convolution", "0 to 9"], "+")
-        yield PAGE, "", points(rows[data, "skip", "0 to 9"], "+")
-        yield PAGE, "", points(rows[data, "EA - none equal time", "5 to 9"], "+")
-    paper = top1_of_the_ea_paper()
-    gain = paper["ea_aa_resnet34"] - paper["ea_aa_resnet34, without convolution"]
-    yield PAGE, HELP, f"{gain:+.2f}"
-    highest = [f"{rows[data, 'convolution', '0 to 9']['high']:.2f}" for data in SETS]
-    yield PAGE, HELP, " and ".join(highest)
-    earlier = {data: table(f"evidence/{data}-factors.csv").set_index("name") for data in SETS}
-    flat = [f"{earlier[data].loc['convolution', 'difference']:.2f}" for data in SETS]
-    before = [f"{earlier[data].loc['skip', 'difference']:+.2f}" for data in SETS]
-    yield CELL, "", f"skip {before[0]} points", f"{before[1]} on CIFAR-100"
-    yield CELL, "", f"convolution {flat[0]} and {flat[1]}"
-    titles = {
-        "skip": "skip connection",
-        "convolution": "convolution",
-        "skip x convolution": "interaction",
-    }
-    for name, title in titles.items():
-        before = [earlier[data].loc[name] for data in SETS]
-        fresh = [rows[data, name, "5 to 9"] for data in SETS]
-        yield CELL, "Results", _effects_row(title, before)
-        yield CELL, "Results", _effects_row(f"{title}, seeds 5 to 9", fresh)
-
-
-def _effects_row(label, effects):
-    """Return the beginning of a row in the table of effects, one effect for each data set."""
-    row = f"| {label}"
-    for effect in effects:
-        row += f" | {points(effect, '+')} | {shown_p(effect['p'])}".rstrip()
-    return row
-
-
 def what_each_study_could_have_found():
     heading = "What each study could have found"
     finds = shown(sensitivity.table()["found_at_80_percent"])
-    yield PAGE, "", f"{min(finds[:6])} to {max(finds[:6])} points"
+    yield PAGE, heading, f"{min(finds[:6])} to {max(finds[:6])} points"
     yield PAGE, heading, f"{finds[10]} and {finds[11]} in SST"
-    norm, convolution = finds[13], finds[15]
-    yield (
-        PAGE,
-        heading,
-        f"norm on CIFAR-100 they find {norm} (against the convolution {convolution})",
-    )
+    norm = f"norm on CIFAR-100 they find {finds[13]} (against the convolution {finds[15]})"
+    yield PAGE, heading, norm
     verdict = table("across/verdict.csv").query("part in ('vit-rival', 'second-updates')")
     yield PAGE, heading, f"small ViT {span(verdict['found_at_80_percent'])}"
 
 
-def equal_time():
-    """The measured ratio."""
-    measured = table("evidence/time-ratio.csv")["ratio"]
-    ratios = sorted(round(float(ratio), 3) for ratio in measured)
-    ratio = statistics.median(ratios)
-    updates = round(1560 * ratio)
-    assert updates == round(390 * 4.256)
-    each = ", ".join(map(str, ratios))
-    yield CELL, "Equal time", each, f"{updates:,} updates", "`--epochs 4.256`"
-    yield PAGE, HELP, f"{ratio} times", f"{updates:,} updates and EA 1,560"
-    yield EVOLUTION, "", f"{ratio} times"
-
-
-# ---- maps, and recipes of CIFAR-10 -----------------------------------------------------------------------------------
+# ---- maps, and runs on CIFAR -----------------------------------------------------------------------------------------
 
 
 def replaced_maps():
-    """What docs say of networks without maps; PA's logits, and collapsed maps that are hardly used."""
-    means = _replaced_means()
-    lost = means["trained"] - means["none"]
-    narrow = lost[["none", "PA", "EA", "EA without skip", "EA without convolution"]]
-    yield PAGE, "", f"{lost[EA]:.1f}", f"{span(narrow, 0)} points"
-    healed = _replaced("pa-norm")
-    yield PAGE, "", f"{healed['trained'] - healed['none']:.2f} (PA)"
+    """What docs say of networks without maps."""
     for name, short in ((AA, "AA"), (EA, "EA")):
-        top1 = _replaced("long", f"{name}.long_c10")
-        yield PAGE, OWE, *top1[["trained", "other", "none"]]
+        figures = table("replaced-maps/long-replaced.csv").set_index("maps")
+        top1 = figures[figures["model"] == f"{name}.long_c10"]["top1"]
+        yield PAGE, "What the networks owe to their maps", *top1[["trained", "other", "none"]]
         yield PAGE, "", f"{top1['trained'] - top1['none']:.2f} ({short})"
 
 
-def _replaced_means():
-    """Return mean top-1 by network and kind of replaced maps."""
-    files = [table(f"replaced-maps/{name}-replaced.csv") for name in ("full", "narrow")]
-    figures = pd.concat(files)
-    run = r".*variant=(.*),seed=\d|\.fast_c10"
-    figures["network"] = figures["model"].str.replace(run, r"\1", regex=True)
-    top1 = figures.groupby(["network", "maps"])["top1"]
-    return top1.mean().unstack()
+def last_of(run):
+    """Return the last epoch's row of a run with the norm."""
+    return pd.read_csv(HEALTHY_RUNS / f"{run}.csv").iloc[-1]
 
 
-def _replaced(name, model=""):
-    """Return top-1 by kind of replaced maps."""
-    figures = table(f"replaced-maps/{name}-replaced.csv").set_index("maps")
-    return figures[figures["model"].str.startswith(model)]["top1"]
-
-
-def the_recipes_of_ten_epochs():
+def runs_of_the_recipes():
     """The recipe's own words have the figures of its runs."""
+    recipes = "ea_vision/recipes/{}.yaml".format
     for recipe in ("fast_sgd", "fast"):
-        file = f"ea_vision/recipes/{recipe}.yaml"
         for path in (RESULTS / f"{recipe.replace('_', '-')}-cifar10").glob("*.csv"):
             run = last_row(path)
             assert run["epoch"] == 10
-            top1 = f"{run['top1']:.2f}"
-            assert re.search(rf"{top1}[^(]{{0,40}} \({path.stem}\)", section(file)), path.stem
-            yield file, "", top1
+            yield recipes(recipe), "", run["top1"]
+    for name, run in ((EA, "ea_long"), (AA, "none_long")):
+        yield recipes("fast"), "", last_of(name)["top1"]
+        yield recipes("cifar_long"), "", f"{last_of(run)['top1']:.2f} ({name})"
+    hundred = last_of("ea_long_cifar100")
+    top1 = f"{hundred['top1']:.2f}"
+    epochs = f"{hundred['epoch']:.0f}"
+    yield recipes("cifar_long"), "", f"--epochs {epochs}: {top1}"
+    yield PAGE, "CIFAR-10", f"{top1} after {epochs} epochs"
 
 
 def cifar10():
-    """The full networks, the optimisers' parameters, the recipe's trials and the runs of three epochs."""
     top1 = [last_row(f"fast-cifar10/{name}.csv")["top1"] for name in ("cnn_cifar", AA, PA, EA)]
     yield PAGE, "", span(top1, 1) + "%"
-    muon, adamw = table("muon-parameters.csv")[["muon_tensors", "adamw_tensors"]].sum()
-    yield CIFAR, "CIFAR-10", f"{muon} of the EA network's {muon + adamw} parameters"
-    trials = table("recipe-search/trials.csv").set_index("trial")["held_out_top1_by_epoch"]
-    last = trials.str.split().str[-1]
-    for name in ("t1-base", "t2-tables-classifier"):
-        yield CIFAR, "CIFAR-10", " and ".join(last[[name, f"{name}-seed1"]])
-    longer = table("ablation/share-longer.csv")["held_out_top1"]
-    yield CIFAR, "", " and ".join(shown(longer))
+    long = pd.read_csv(HEALTHY_RUNS / "ea_long.csv")["seconds"].sum()
+    yield PAGE, "CIFAR-10", f"{long / 60:.0f} minutes on an H200"
 
 
 # ---- scenes ----------------------------------------------------------------------------------------------------------
@@ -280,90 +219,30 @@ def scenes():
         yield f"weights/{name}.md", "", f"{row.top1:.2f}% top-1", count, f"{row.new_top1:.2f}%"
 
 
-def quarter_width_networks_and_tuning_on_scenes():
-    top1 = top1_of("scenes/quarter-width-runs.csv")
-    plain = paired(top1["EA"] - top1["plain"])
-    aa = paired(top1["EA"] - top1["AA"])
-    taught = paired(top1["taught"] - top1["plain"])
-    assert holm([plain["p"], aa["p"]]).tolist() == [1.0, 1.0]
-    taught_gain = open_points(taught).replace("(", "points (")
-    yield SCENES, "", points(plain).replace("(", "points ("), f"EA - AA {points(aa)}"
-    yield SCENES, "", f"{taught_gain}, p = {taught['p']:.3f}"
-    seconds = table("scenes/quarter-width-runs.csv").groupby("variant")["seconds"]
-    yield SCENES, "", f"{span(seconds.get_group('plain'), 0)} seconds of training"
-    ratio = seconds.mean()["taught"] / seconds.mean()["plain"]
-    yield PAGE, "", f"takes {ratio:.1f} times as long"
-    for name in ("AA", "EA"):
-        yield SCENES, "", f"{span(seconds.get_group(name), 0)} for {name}"
-    yield PAGE, "", points(plain), points(taught)
-    tuning = top1_of("scenes/fine-tuning-runs.csv")
-    tuned = tuning["fine-tuned"]
-    scratch = tuning["from scratch"]
-    gain = open_points(paired(tuned - scratch)).replace(" ", " points ", 1)
-    each = ", ".join(shown(tuned))
-    yield SCENES, "", f"{each} (mean {tuned.mean():.2f})", scratch[0], gain
-    yield "docs/fine-tune.md", "", tuned.mean(), scratch[0]
-
-
-def captions_of_pictures():
-    """A scene's houses and road, and the cat's eyes in the maps of a pretrained transformer."""
+def a_caption():
+    """A scene's houses and road."""
     maps = np.load(RESULTS / "scenes" / "scene.npz")["attn"].reshape(8, 2, 14, 14)
     houses = 100 * maps[7, :, 2:6].sum((1, 2))
     road = 100 * maps[5, :, 7:].sum((1, 2))
     yield PAGE, "Scenes", f"{span(houses, 0)}% of its attention on the lit houses"
     yield PAGE, "Scenes", f"{span(road, 0)}% on the road"
-    with np.load(RESULTS / "pretrained-maps.npz") as file:
-        kept = {name: file[name].astype(float) for name in file.files}
-    left_eye = kept["cls"][..., 9:16, 6:14].mean((-2, -1))
-    right_eye = kept["cls"][..., 11:18, 24:30].mean((-2, -1))
-    eyes = (left_eye + right_eye) / 2
-    yield TUNING, "", f"{eyes[5]:.1f} times", span(np.delete(eyes, 5), 1) + " times"
-    to_plain = _moved(kept["before"], kept["plain"])
-    to_gates = _moved(kept["before"], kept["gates"])
-    yield TUNING, "", span([*to_plain, *to_gates], 0) + "%"
-    yield TUNING, "", span(_moved(kept["plain"], kept["gates"]), 0) + "%"
 
 
-def _moved(maps, others):
-    """Return by map which percentage of attention lies elsewhere in the other."""
-    shares = maps / maps.sum((1, 2), keepdims=True)
-    other_shares = others / others.sum((1, 2), keepdims=True)
-    return 50 * np.abs(shares - other_shares).sum((1, 2))
-
-
-def fine_tuning_of_a_pretrained_transformer_on_scenes():
+def fine_tuning():
+    """Of our networks and of a pretrained transformer, and attention added to a trained ResNet."""
+    tuning = top1_of("scenes/fine-tuning-runs.csv")
+    yield "docs/fine-tune.md", "", tuning["fine-tuned"].mean(), tuning["from scratch"][0]
     top1 = top1_of("finetune-scenes-runs.csv")
     heading = "Tuning a vision transformer"
     for way, name in (("plain", "The plain ViT has"), ("gates", "EA (gates from 0)")):
         yield PAGE, heading, f"{name} {spread(top1[way])}"
-    yield PAGE, "", points(paired(top1["gates"] - top1["plain"]))
-    last_layer = table("finetune-scenes-maps.csv").query("layer == 12").groupby("model")
-    for model in ("before", "plain", "gates"):
-        means = last_layer.get_group(model)[["entropy_share", "distance_pixels"]].mean()
-        yield TUNING, "", means["entropy_share"], f"{means['distance_pixels']:.0f}"
     ranges = table("finetune-scenes-runs.csv")[["alpha", "beta"]].stack().dropna()
     largest = ranges.str.split(" to ").explode().astype(float).abs().max()
     yield PAGE, heading, f"within {largest:.2f} of 0"
     means = f"{top1['plain'].mean():.2f}% plain and {top1['gates'].mean():.2f}%"
     yield "docs/fine-tune.md", "What to expect", means
-
-
-def attention_added_to_a_trained_resnet():
     times = table("added-attention-times.csv").set_index("model")["train_ms"]
     steps = shown([times["aa"] / times["plain"], times["ea"] / times["plain"]])
-    yield ADDED, "", *steps
-    top1 = top1_of("added-attention-runs.csv")
-    gains = {}
-    for way, other in (("aa", "plain"), ("ea", "plain"), ("ea", "aa")):
-        gains[way, other] = paired(top1[way] - top1[other])
-        yield PAGE, "", points(gains[way, other], "+")
-    behind = [paired(top1["plain-18"] - top1[way]) for way in ("aa", "ea")]
-    assert min(loss["low"] for loss in behind) > 0
-    yield PAGE, "", f"leads by {points(behind[0])} and {points(behind[1])}"
-    rows = break_even.table().set_index("comparison")
-    pays = rows.loc[["aa - plain", "ea - plain"]]
-    for row in pays.itertuples():
-        yield "docs/fine-tune.md", "", f"{row.break_even:.2f} ({row.low:.2f} to {row.high:.2f})"
     yield "docs/fine-tune.md", "", f"took {' and '.join(steps)}"
     last = table("added-attention-widths.csv").query("place.str.startswith('stage 4')")["ratio"]
     costs = f"costs {100 * (last.min() - 1):.0f} to {100 * (last.max() - 1):.0f}% of a step"
@@ -375,11 +254,14 @@ def attention_added_to_a_trained_resnet():
     yield "docs/fine-tune.md", "", steps
 
 
-def test_the_tables_of_the_pages_come_from_the_rows(tmp_path, monkeypatch):
+# ---- tables and effects ----------------------------------------------------------------------------------------------
+
+
+def test_the_tables_of_the_pages_come_from_the_rows():
     """As `make lint` checks: a figure that was changed by hand is found, and a table that nothing writes is refused."""
     assert pages.main(["--check"]) == 0
-    page = ADDED
-    text = (ROOT / page).read_text(encoding="utf-8")
+    page = "experiments/added_attention/README.md"
+    text = section(page)
     assert pages.written(page, text) == text
     changed = text.replace("83.39", "83.93", 1)
     assert changed != text
@@ -388,9 +270,13 @@ def test_the_tables_of_the_pages_come_from_the_rows(tmp_path, monkeypatch):
         pages.written(page, text.replace("<!-- table: by seed -->", "<!-- table: by seeds -->"))
 
 
-def test_kept_tables_follow_from_the_rows():
+def test_kept_effects_follow_from_the_rows():
     computed = collapse.effects_of(table("collapse.csv"))
     pd.testing.assert_frame_equal(computed, table("collapse-effects.csv"))
+    effects = pd.read_csv(HEALTHY_RUNS / "norm-effects.csv")
+    runs = pd.read_csv(HEALTHY_RUNS / "norm-runs.csv")
+    pd.testing.assert_frame_equal(effects_of(runs), effects)
+    assert effects["low"].min() > -0.5, "the norm costs little, by the page's rule"
 
 
 def test_the_controls_effects_are_computed_when_all_their_runs_are_done():
@@ -426,86 +312,22 @@ def test_a_table_without_complete_seeds_is_no_result(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [collapse.RESULTS]
 
 
-def of_the_collapse(data):
-    """Return top-1 by seed and network of the complete seeds of a data set, and the effects by name."""
-    runs = table("collapse.csv").query("data == @data")
-    top1 = runs.pivot(index="seed", columns="network", values="top1").dropna()
-    effects = table("collapse-effects.csv").query("data == @data")
-    return top1, effects.set_index("name")
-
-
 def run_b():
-    """Ten seeds of attention with the norm and of the convolution: differences, controls, what they cost."""
+    """Attention with the norm against the convolution: what it costs, and what longer training brings."""
+    effects = table("collapse-effects.csv").set_index(["data", "name"])
     for data in SETS:
-        top1, effects = of_the_collapse(data)
-        assert top1.index.tolist() == [*range(5, 15)]
-        for name in effects.index:
-            yield PAGE, "", points(effects.loc[name], "+")
-        former = top1_of(f"evidence/{data}-runs.csv")
-        deficit = former["cnn"].mean() - former["none"].mean()
-        cnn_effect = effects.loc["cnn - none"]
-        assert cnn_effect["low"] < 0 < cnn_effect["high"] < deficit
-    assert effects["p_holm"].dropna().lt(0.05).tolist() == [True, True, False]
-    lead = paired(top1["none + norm"] - top1["cnn"])
+        former = top1_of(f"evidence/{data}-runs.csv").mean()
+        cnn = effects.loc[data, "cnn - none"]
+        assert cnn["low"] < 0 < cnn["high"] < former["cnn"] - former["none"]
     rows = break_even.table().set_index("comparison").loc["none + norm - cnn"]
-    assert (table("collapse-times.csv")["cnn"] < table("collapse-times.csv")["none + norm"]).all()
-    yield "README.md", "Results", points(lead), f"{rows['time_ratio']:.2f} times as long"
+    yield "README.md", "Results", f"{rows['time_ratio']:.2f} times as long"
     longer = f"{rows['time_ratio']:.2f} times as long, break-even is {rows['break_even']:.2f}"
     yield PAGE, "", longer
     yield PAGE, VERSUS, rows["longer_gains"], f"{rows['break_even'] - 1:.0%} more updates"
     yield PAGE, VERSUS, f"leads by {-rows['at_equal_time']:.2f} at equal time"
-    five = top1_of("../factorial/cifar100-runs.csv")
-    more_updates = paired(five["none equal time"] - five["none"])
-    yield PAGE, VERSUS, f"updates, {points(more_updates, '+')}"
-    beyond = paired((top1["none + norm"] - five["none equal time"]).dropna())
-    yield PAGE, "", points(beyond, "+")
-    uniform = table("across/verdict.csv").query("name == 'uniform' and part == 'cifar100'")
-    yield PAGE, VERSUS, f"(`uniform`), {points(uniform.iloc[0], '+')}"
-    after_five = (top1["none + norm"] - top1["none"]).loc[5:9].mean()
-    yield PAGE, VERSUS, f"README gave {after_five:+.2f}"
 
 
-def some_runs_of_the_collapse_are_old():
-    top1, _ = of_the_collapse("cifar10")
-    former = top1_of("../factorial/cifar10-runs.csv")["none"]
-    repeats = table("../healthy_maps/norm-repeats.csv").query("network == 'none'")
-    assert top1["none"].loc[6:9].tolist() == former.loc[6:9].tolist()
-    assert top1["none"].loc[5:6].tolist() == repeats["top1"].tolist()
-    yield COLLAPSED, "CIFAR-10", "norm-repeats.csv"
-
-
-def the_maps_of_these_narrow_networks():
-    """Without the norm, too, no layer is as sharp as a collapsed one."""
-    runs = table("collapse.csv").query("data == 'cifar100' and seed >= 10 and network != 'cnn'")
-    runs = runs.set_index("network").filter(like="entropy_")
-    assert len(runs.dropna()) == 15
-    collapsed = pd.read_csv(HEALTHY_RUNS / "collapsed-entropy.csv")["entropy_share"]
-    means = runs.groupby("network").mean()
-    assert means.to_numpy().min() > collapsed.max()
-    correction = "Correction of 2026-11-28"
-    yield COLLAPSED, correction, f"entropies of {span(collapsed)} of log N"
-    yield COLLAPSED, correction, f"none has {span(means.loc['none'])} by layer"
-    yield COLLAPSED, correction, f"none + norm {span(means.loc['none + norm'])}"
-    yield COLLAPSED, correction, f"EA + norm {span(means.loc['EA + norm'])}"
-
-
-# ---- healthy maps ----------------------------------------------------------------------------------------------------
-
-
-def test_the_effects_of_the_norm_follow_from_the_runs():
-    runs = pd.read_csv(HEALTHY_RUNS / "norm-runs.csv")
-    effects = pd.read_csv(HEALTHY_RUNS / "norm-effects.csv")
-    pd.testing.assert_frame_equal(effects_of(runs), effects)
-    assert effects["low"].min() > -0.5, "the norm costs little, by the page's rule"
-
-
-def the_recipes_of_runs_with_the_norm():
-    views = pd.read_csv(HEALTHY_RUNS / "former-accuracy.csv", dtype=str).set_index("run")[
-        "six_views"
-    ]
-    for run, before in ((EA, "six views "), (AA, "")):
-        last = pd.read_csv(HEALTHY_RUNS / f"{run}.csv").iloc[-1]
-        yield "ea_vision/recipes/fast.yaml", "", f"{last['top1']:.2f}, {before}{views[run]} ({run})"
+# ---- README ----------------------------------------------------------------------------------------------------------
 
 
 def the_shipped_networks():
@@ -516,36 +338,30 @@ def the_shipped_networks():
         (AA, "none_long", "long_c10", "AA has {:.2f}%, six views {}"),
         (PA, PA, "fast_norm_c10", ""),
     ):
-        last = pd.read_csv(HEALTHY_RUNS / f"{run}.csv").iloc[-1]
         card = section(f"weights/{name}.{tag}.md")
         _, views = re.findall(r"(\d\d\.\d\d)%(?: top-1,|\. 10000)", card)
-        yield PAGE, "CIFAR-10", said.format(last["top1"], views)
+        yield PAGE, "CIFAR-10", said.format(last_of(run)["top1"], views)
         shares = entropies[entropies["model"] == f"{name}.{tag}"]["entropy_share"]
         assert shares.min() >= 0.19, "the rule"
 
 
 def rows_of_readme():
-    """Trained networks beside what the papers have, the sizes of all, and the first sentences of the results."""
-    long = {EA: "ea_long", AA: "none_long"}
-    top1 = {}
-    for name, run in long.items():
-        last = pd.read_csv(HEALTHY_RUNS / f"{run}.csv").iloc[-1]
-        top1[name] = last["top1"]
+    """Trained networks beside what the papers have, and the first sentences of the results."""
+    for run in ("ea_long", "none_long"):
+        last = last_of(run)
         yield "README.md", "", f"CIFAR-10, {last['epoch']:.0f} | {last['top1']:.2f} |"
-    last = pd.read_csv(HEALTHY_RUNS / f"{PA}.csv").iloc[-1]
+    last = last_of(PA)
     epochs = last_row(f"fast-cifar10/{PA}.csv")["epoch"] + last["epoch"]
     yield "README.md", "", f"CIFAR-10, {epochs:.0f} | {last['top1']:.2f} |"
     epochs = load_recipe("pa_cifar10")["epochs"]
     for name in (AA, PA):
         yield "README.md", "", f"{published.figures(name)['top1']['CIFAR-10']:.2f} ({epochs})"
-    yield (
-        "README.md",
-        "",
-        f"{published.figures('ea_aa_resnet50')['top1']['ImageNet']:.2f}, ImageNet",
-    )
-    behind = published.figures(AA)["top1"]["CIFAR-10"] - top1[AA]
+    imagenet = published.figures("ea_aa_resnet50")["top1"]["ImageNet"]
+    yield "README.md", "", f"{imagenet:.2f}, ImageNet"
+    paper = published.figures(AA)["top1"]
+    behind = paper["CIFAR-10"] - last_of("none_long")["top1"]
     yield "README.md", "Results", f"{behind:.2f} points below its paper"
-    yield PAGE, "CIFAR-10", f"the paper's AA {published.figures(AA)['top1']['CIFAR-100']:.2f}"
+    yield PAGE, "CIFAR-10", f"the paper's AA {paper['CIFAR-100']:.2f}"
 
 
 def test_the_sizes_of_readmes_networks(capsys):
@@ -557,51 +373,15 @@ def test_the_sizes_of_readmes_networks(capsys):
     assert sorted(counted) == sorted(rows)
 
 
-def the_long_runs():
-    recipe = "ea_vision/recipes/cifar_long.yaml"
-    for name, run in ((EA, "ea_long"), (AA, "none_long")):
-        last = pd.read_csv(HEALTHY_RUNS / f"{run}.csv").iloc[-1]
-        yield recipe, "", f"{last['top1']:.2f} ({name})"
-    hundred = pd.read_csv(HEALTHY_RUNS / "ea_long_cifar100.csv").iloc[-1]
-    top1 = f"{hundred['top1']:.2f}"
-    epochs = f"{hundred['epoch']:.0f}"
-    yield recipe, "", f"--epochs {epochs}: {top1}"
-    yield PAGE, "CIFAR-10", f"{top1} after {epochs} epochs"
+# ---- other tables of docs, and speed ---------------------------------------------------------------------------------
 
 
-def seconds_of_runs():
-    long = pd.read_csv(HEALTHY_RUNS / "ea_long.csv")["seconds"].sum()
-    yield PAGE, "CIFAR-10", f"{long / 60:.0f} minutes on an H200"
-    tuned = table("finetune-scenes-runs.csv")["seconds"]
-    yield TUNING, "", f"{span(tuned / 60, 0)} minutes", f"{tuned.sum() / 3600:.1f} hours"
-    plain = table("across/third-long.csv").query("variant == 'plain 69 epochs'")["seconds"]
-    yield "experiments/across/README.md", "", f"{plain.sum() / 3600:.1f} hours by the seconds"
-
-
-# ---- the probe, faithfulness, detection, speed -----------------------------------------------------------------------
-
-
-def detectors():
+def detectors_and_sentences():
     for name in ("plain", "aa", "ea_aa"):
         ap = [last_row(f"detection/{name}-seed{seed}.csv")["AP"] for seed in (0, 1)]
         yield "docs/detection.md", "Training", f"{np.mean(ap):.1f}"
-    minutes = table("detection/tiny-ea.csv")["seconds"].sum() / 60
-    yield "experiments/detection.md", "Tiny-ImageNet's boxes", f"{minutes:.0f} minutes on one core"
-
-
-def smaller_experiments():
-    page = "experiments/others.md"
-    attention = table("tiny-imagenet/attention.csv").query("images == 160")
-    tiny = attention.groupby("run")["top1"].mean() + 1e-9
-    yield page, "", f"{tiny['resnet34']:.1f}%"
-    for name in ("aa", "pa_aa", "ea_aa"):
-        yield page, "", f"{name[:2].upper()} {tiny[f'{name}_resnet34']:.1f}"
-    for top1 in table("moved-digits.csv").groupby("transform")["top1"].mean():
-        yield page, "", f"{top1:.2f}%"
-    kept = table("widths/misses.csv")
-    best = kept.groupby("kind")["largest_miss_percent"].min()
-    yield CIFAR, "", f"{best['doubled']:.0f}%", f"{best['rising']:.1f}%", f"{best['any']:.1f}%"
-    yield CIFAR, "", f"{kept['cnn_params_m'][1]:.1f}M parameters"
+    rows = table("sst.csv").groupby("network")["test"].mean()
+    yield "docs/transformers.md", "", rows["none"], rows["PA"]
 
 
 def speed():
@@ -614,53 +394,14 @@ def speed():
         yield "docs/record.md", "Cost", figures
 
 
-BY_SIZE = "Networks by image size"
-
-
-def test_the_table_of_large_images():
-    """The networks at 640 pixels."""
-    expected = []
+def large_images():
     for *_, infer, train, mib in table("large-maps.csv").itertuples(index=False):
-        expected.append((*shown([infer + 1e-6, train + 1e-6]), f"{mib:,.0f}"))
-    row = r"\| .* \| ([\d.]+) \| ([\d.]+) \| ([\d,]+) \|"
-    assert rows_of("docs/kernels.md", row, "Large images") == expected
-
-
-def networks_by_image_size():
-    sizes = table("large-maps-sizes.csv").set_index(["malloc", "code"])
-    ea = sizes[sizes["network"] == "ea"]["training, ratio"]
-    yield KERNELS, BY_SIZE, ea["as it is", "before"].item()
-    asked_again = ea["as it is", "after, in place"].item()
-    kept = ea["kept by environment", "after, in place"].item()
-    yield KERNELS, BY_SIZE, kept
-    again = f"at {asked_again:.2f} of ResNet-50's rate instead of {kept:.2f}"
-    yield "docs/kernels.md", "Large images", again
-    windows = table("large-maps-windows.csv").set_index("network")["training, s"]
-    assert windows["aa, window=7"] >= windows["aa"]
-    limit = sizes.loc[("kept", "limit")].set_index("network")
-    bare = limit.loc["aa without attention"]
-    for network in (bare, limit.loc["aa"]):
-        rates = network[["inference, ratio", "training, ratio"]]
-        yield KERNELS, BY_SIZE, " and ".join(shown(rates))
-    seconds = limit["inference, s"]
-    goal = 2000 * (seconds["resnet50"] / 0.89 - bare["inference, s"])  # ms of two images
-    yield KERNELS, BY_SIZE, f"leaves attention {goal:.0f} ms"
-    taken = 2000 * (seconds["aa"] - bare["inference, s"])
-    yield KERNELS, BY_SIZE, f"the kernel takes {taken:.0f}"
-
-
-def sentences():
-    rows = table("sst.csv").pivot(index="seed", columns="network", values="test")
-    readme = "experiments/text/README.md"
-    assert rows.index.tolist() == [*range(10)]
-    for name in ("PA", "EA"):
-        effect = paired(rows[name] - rows["none"], 0.01)
-        assert effect["high"] < 48.60 - 47.64  # the paper's PA and Transformer
-        first_six = paired((rows[name] - rows["none"])[:6], 0.01)
-        looked_at = open_points(first_six).replace(" (", ", ")
-        yield readme, "The results", f"{name} - none {looked_at}"
-        yield PAGE, "", f"{name} - none {points(effect)}"
-    yield "docs/transformers.md", "", rows["none"].mean(), rows["PA"].mean()
+        figures = " | ".join([*shown([infer + 1e-6, train + 1e-6]), f"{mib:,.0f}"])
+        yield "docs/kernels.md", "Large images", f"| {figures} |"
+    sizes = table("large-maps-sizes.csv").query("network == 'ea' and code == 'after, in place'")
+    ratios = sizes.set_index("malloc")["training, ratio"]
+    again = f"{ratios['as it is']:.2f} of ResNet-50's rate instead of"
+    yield "docs/kernels.md", "Large images", f"{again} {ratios['kept by environment']:.2f}"
 
 
 def resnets_on_a_gpu():
@@ -671,8 +412,6 @@ def resnets_on_a_gpu():
         best = rows.loc[name, compiled, "default"]
         ratios = (eager.train_rate_ratio, best.train_rate_ratio, best.memory_ratio)
         yield "docs/kernels.md", "Speed on a GPU", cells(name, *ratios)
-        if network != "pa_aa":
-            yield KERNELS, "Training steps of ResNets", best.train_rate_ratio
     plain = rows.train_ms["resnet50", "chosen"]
     faster = plain["eager"] / plain["default"]
     yield "docs/kernels.md", "Speed on a GPU", f"resnet50 {faster:.2f} times"
@@ -685,45 +424,17 @@ def resnets_on_a_gpu():
     yield "docs/imagenet.md", costs, per_image
 
 
-def kernels_on_a_gpu():
-    profiles = table("h200/profiles.csv").set_index(["step", "kind"])["ms"]
-    compiled = profiles["ea_aa_resnet50, batch 256, compiled"]
-    attention = compiled[compiled.index.str.startswith("attention: ")]
-    others = compiled[["norms, sums, pooling, fused", "convolutions", "products"]]
-    heading = "Training steps of ResNets"
-    yield KERNELS, heading, f"computes for {compiled.sum():.2f}", attention.sum(), *others
-    in_graphs = profiles["CIFAR, batch 512, CUDA graphs"].sum()
-    yield KERNELS, "The host of a CIFAR step", f"computes for {in_graphs:.2f}"
-
-
 def cifar_steps_on_a_gpu():
     steps = table("h200/cifar-steps.csv").query("batch == 512 and optimizer == 'batched muon'")
     ms = steps.set_index("mode")["ms"]
-    heading = "The host of a CIFAR step"
     yield "docs/kernels.md", "Speed on a GPU", ms["reduce-overhead"], ms["eager"]
-    epochs = table("h200/cifar-epochs.csv")
-    first = epochs["seconds"][0]
-    later = epochs["seconds"][1:].median()
-    whole = (first + 59 * later) / 60
-    yield KERNELS, heading, f"took {first:.0f} seconds", f"{later:.2f} seconds"
-    yield KERNELS, heading, f"{epochs['top1'].iloc[-1]:.2f}%", f"{whole:.1f} minutes"
+    seconds = table("h200/cifar-epochs.csv")["seconds"]
+    later = seconds[1:].median()
+    whole = (seconds[0] + 59 * later) / 60
     yield "docs/faq.md", "", f"by estimate {whole:.0f} minutes on an H200"
-    yield "docs/kernels.md", "Speed on a GPU", f"first epoch takes {first:.0f} seconds"
+    yield "docs/kernels.md", "Speed on a GPU", f"first epoch takes {seconds[0]:.0f} seconds"
     recipe = "ea_vision/recipes/cifar_long.yaml"
-    yield recipe, "", f"{later:.1f} seconds per epoch", f"{first:.0f} for the first"
-
-
-def parts_of_a_layer():
-    parts = table("large-maps-parts.csv").query("pixels == 784").groupby("part")["ms"].sum()
-    share = parts[["convolution", "previous maps"]].sum() / parts.sum()
-    yield KERNELS, "Parts of a layer on a CPU", f"take {share:.0%} of the time"
-
-
-def the_compilers_figures():
-    kernels = table("kernel-figures.csv")
-    yield KERNELS, "The compiler's figures", f"all {len(kernels):,} kernels"
-    shown_kernels = kernels.query("layer == 'ea50' and GPU == 9.0 and dtype == 'bf16'")
-    assert (shown_kernels["spilled"] == 0).all()
+    yield recipe, "", f"{later:.1f} seconds per epoch", f"{seconds[0]:.0f} for the first"
 
 
 CLAIMS = [function for function in [*globals().values()] if isgeneratorfunction(function)]
