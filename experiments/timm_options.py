@@ -41,7 +41,7 @@ OTHERWISE = {
     "opt-betas": "--opt-kwargs betas=[X,Y]",
     "lr-base": "--lr",
     "scale": "--crop-scale LEAST",
-    "no-aug": "--crop-scale 1 --hflip 0 --color-jitter 0",
+    "no-aug": "--crop-scale 1 --hflip 0",
     "train-interpolation": "--interpolation",
     "drop": "--model-kwargs drop_rate=X",
     "drop-path": "--model-kwargs drop_path_rate=X",

@@ -20,19 +20,8 @@ from ea_vision.data.augment import normalize
 from ea_vision.data.beton import IMPOSSIBLE, Beton, require_ffcv
 from ea_vision.data.imagenet import AHEAD, MOST_BY_DEFAULT, ImageTrainLoader
 
-# os_cache off: images are shuffled within this many pages (of 8 MiB, as FFCV writes them)
-PAGES_TOGETHER = 16
 RATIO = np.array([3 / 4, 4 / 3])  # smallest and largest ratio of width to height of a training crop
 Decoded = tuple[Tensor, list[int], dict[int, str]]  # images, targets, errors by place in the batch
-
-
-def quasi_random_order(pages: np.ndarray, seed: int, epoch: int) -> Tensor:
-    """Return an order that reads the file in large pieces: images are shuffled within groups of PAGES_TOGETHER random
-    pages. pages: (N,), by image."""
-    rng = np.random.default_rng((seed, epoch, 1))
-    _, page = np.unique(pages, return_inverse=True)
-    group = rng.permutation(page.max() + 1)[page] // PAGES_TOGETHER
-    return torch.from_numpy(np.lexsort((rng.random(len(pages)), group)))
 
 
 @functools.cache
@@ -93,21 +82,11 @@ class BetonTrainLoader(ImageTrainLoader):
     one of its batch.
 
     Args:
-        os_cache: random order over the whole file; without it `quasi_random_order`.
         scale: least and largest share of an image's area in its crop; hflip: probability of a left-right flip.
     """
 
-    def __init__(
-        self,
-        source: Beton,
-        *,
-        os_cache: bool = True,
-        scale: Sequence[float],
-        hflip: float,
-        **common,
-    ):
+    def __init__(self, source: Beton, *, scale: Sequence[float], hflip: float, **common):
         super().__init__(source, transform=None, **common)
-        self.os_cache = os_cache
         self.scale = np.array(scale, float)
         self.hflip = hflip
         self.on_cpu = self.device.type == "cpu"
@@ -115,11 +94,6 @@ class BetonTrainLoader(ImageTrainLoader):
 
     def _default_workers(self) -> int:
         return min(MOST_BY_DEFAULT, usable_cpus())  # threads
-
-    def _order(self, epoch: int) -> Tensor:
-        if self.os_cache:
-            return super()._order(epoch)
-        return quasi_random_order(self.source.pages, self.seed, epoch)
 
     def _decoded(self, batches: list[np.ndarray], img_size: int) -> Iterator[Decoded]:
         """Yield the images of each batch, which one thread decodes."""

@@ -45,9 +45,7 @@ def train_transform(
     img_size: int,
     *,
     scale: Sequence[float] = (0.08, 1.0),
-    ratio: Sequence[float] = (0.75, 4 / 3),
     hflip: float = 0.5,
-    color_jitter: float = 0.0,
     auto_augment: str = "",
     interpolation: str = "bilinear",
 ):
@@ -56,7 +54,6 @@ def train_transform(
     Args:
         img_size: side of the result in pixels.
         scale: least and largest share of the image's area in the crop.
-        ratio: least and greatest ratio of width to height of the crop.
         auto_augment: timm's policy, or ta_wide, torchvision's TrivialAugmentWide.
     """
     trivial = auto_augment == TRIVIAL
@@ -65,11 +62,10 @@ def train_transform(
         img_size,
         is_training=True,
         scale=tuple(scale),
-        ratio=tuple(ratio),
         hflip=hflip,
         normalize=False,
         separate=True,
-        color_jitter=color_jitter or None,
+        color_jitter=None,
         auto_augment=policy,
         interpolation=interpolation,
         use_prefetcher=True,
@@ -294,12 +290,11 @@ class ImageTrainLoader(DecodingLoader):
         self.size_of = size_of
         self.repeats = repeats
 
-    def _order(self, epoch: int) -> Tensor:
-        return torch.randperm(len(self.source), generator=epoch_generator(self.seed, epoch))
-
     def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
         """Yield the batches of an epoch from number `first` on."""
-        order, copies = self.repeated(self._order(epoch), self.repeats).numpy()
+        generator = epoch_generator(self.seed, epoch)
+        order = torch.randperm(len(self.source), generator=generator)
+        order, copies = self.repeated(order, self.repeats).numpy()
         rng = np.random.default_rng((self.seed, epoch))
         seeds = rng.integers(2**63, size=(self.repeats, len(self.source)))
         keys = np.stack([seeds[copies, order], order], 1)

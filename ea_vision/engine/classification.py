@@ -69,9 +69,6 @@ class ClassificationConfig(TrainConfig):
     )
     mixup: float = option(0.0, "alpha of mixup; 0: off", AUGMENT)
     cutmix: float = option(0.0, "alpha of cutmix; 0: off", AUGMENT)
-    mixup_off_epoch: int = option(
-        0, "mixup and cutmix are off from this epoch on, counted from 0; 0: never", AUGMENT
-    )
     reprob: float = option(
         0.0,
         "random erasing: probability that an image has a rectangle replaced",
@@ -164,9 +161,6 @@ class ClassificationTrainer(Trainer):
             if len(images) % 2:  # timm mixes pairs
                 images = images[:-1]
                 targets = targets[:-1]
-            self.mix.mixup_enabled = (
-                not config.mixup_off_epoch or self.progress.epoch < config.mixup_off_epoch
-            )
             images, targets = self.mix(images, targets)  # targets (B, classes), smoothed
         if config.channels_last:
             images = images.contiguous(memory_format=torch.channels_last)

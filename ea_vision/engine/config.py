@@ -168,14 +168,6 @@ class TrainConfig:
         5e-4, "weight decay (not of norms, biases and position tables)", OPTIMISER
     )
     clip_grad: float = option(0.0, "largest norm of the gradient; 0: no limit", OPTIMISER)
-    clip_mode: str = option(
-        "norm",
-        "how the gradient is clipped; agc: timm's adaptive clipping, which limits each "
-        "parameter's gradient to clip_grad times the parameter's norm",
-        OPTIMISER,
-        choices=("norm", "agc"),
-        goes_with="clip_grad",
-    )
     attention_lr: float = option(
         1.0,
         "learning-rate multiplier of the attention parameters (q, k, v, position tables, "

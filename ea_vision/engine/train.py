@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timm.utils import ModelEmaV3, adaptive_clip_grad, distribute_bn
+from timm.utils import ModelEmaV3, distribute_bn
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
@@ -377,10 +377,8 @@ class Trainer:
         config = self.config
         trained = [p for p in self.model.parameters() if p.grad is not None]
         norm = nn.utils.get_total_norm([p.grad for p in trained])
-        if config.clip_grad and config.clip_mode == "norm":
+        if config.clip_grad:
             nn.utils.clip_grads_with_norm_(trained, config.clip_grad, norm)
-        elif config.clip_grad:
-            adaptive_clip_grad(trained, config.clip_grad)
         self.scaler.step(self.optimizer)  # waits for the device in float16 only
         self.scaler.update()
         return norm

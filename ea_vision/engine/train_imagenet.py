@@ -81,13 +81,6 @@ class ImageNetConfig(StreamConfig, ClassificationConfig):
     val_beton: str = setting(
         "", "FFCV file of the images to evaluate on; empty: data_dir is read", DATA
     )
-    os_cache: str = option(
-        "auto",
-        "FFCV: order of the training images; on: random over the whole file; off: random "
-        "within a few pages at a time; auto: on if the file fits in half the memory",
-        DATA,
-        choices=("auto", "on", "off"),
-    )
     train_split: str = setting(
         "",
         "folder or tar in data_dir (split of --dataset) with the training images; empty: "
@@ -137,19 +130,6 @@ class ImageNetConfig(StreamConfig, ClassificationConfig):
     )
     crop_scale: float = option(
         0.08, "least share of an image's area in a training crop", AUGMENT, above=0.0, maximum=1.0
-    )
-    ratio: list[float] = option(
-        [0.75, 4 / 3],
-        "least and greatest ratio of width to height of a training crop (not FFCV)",
-        AUGMENT,
-        above=0.0,
-        not_with="train_beton",
-    )
-    color_jitter: float = option(
-        0.0,
-        "strength of brightness, contrast and saturation changes (not FFCV)",
-        AUGMENT,
-        not_with="train_beton",
     )
     aa: str = option(
         "",
@@ -308,15 +288,8 @@ class ClassFolders(DataModule):
         if not config.train_beton:
             transform = partial(checked_train_transform, config)
             return ImageTrainLoader(self.train, transform=transform, **keywords)
-        os_cache = config.os_cache == "on"
-        if config.os_cache == "auto":  # one order for all, on any machine
-            os_cache = all(self.world.gather(self.train.fits_in_memory()))
         return BetonTrainLoader(
-            self.train,
-            os_cache=os_cache,
-            scale=(config.crop_scale, 1.0),
-            hflip=config.hflip,
-            **keywords,
+            self.train, scale=(config.crop_scale, 1.0), hflip=config.hflip, **keywords
         )
 
     def eval_loader(self, **keywords) -> ImageEvalLoader:
@@ -382,8 +355,6 @@ def checked_train_transform(config: ImageNetConfig, img_size: int):
             img_size,
             scale=(config.crop_scale, 1.0),
             hflip=config.hflip,
-            ratio=tuple(config.ratio),
-            color_jitter=config.color_jitter,
             auto_augment=config.aa,
             interpolation=config.interpolation,
         )

@@ -1,7 +1,6 @@
 """Any change in a .beton file's tables or in FILE.json is noticed when the file is opened; two writers at once do not
 disturb each other."""
 
-import json
 import shutil
 import subprocess
 import sys
@@ -107,13 +106,6 @@ def test_a_damaged_file_beside_it_is_refused_in_one_line(beton, text):
     sidecar(beton).write_bytes(text.encode("latin1"))
     with refused("train.beton.json .*write both anew"):
         Beton(beton)
-
-
-def test_files_of_older_releases_without_a_fingerprint_are_read(beton):
-    about = json.loads(sidecar(beton).read_text(encoding="utf-8"))
-    del about["fingerprint"]
-    sidecar(beton).write_text(json.dumps(about), encoding="utf-8")
-    assert Beton(beton).classes == ["class_0", "class_1", "class_2"]
 
 
 def test_another_files_classes_are_refused(beton, photos, tmp_path):

@@ -17,7 +17,7 @@ from ea_vision.data import write_ffcv
 from ea_vision.data.bad_images import BadImages
 from ea_vision.data.batches import Batch
 from ea_vision.data.beton import Beton, Evaluated, sidecar
-from ea_vision.data.ffcv import BetonTrainLoader, quasi_random_order
+from ea_vision.data.ffcv import BetonTrainLoader
 from ea_vision.data.image_files import ImageFiles
 from ea_vision.data.scaling import Scaling
 from tests.data.photos import make_photos
@@ -33,7 +33,6 @@ COMMON = {
     "bad_images": BadImages(0),
     "scale": (0.08, 1),
     "hflip": 0.5,
-    "os_cache": True,
     "batch_size": 8,
 }
 
@@ -169,16 +168,6 @@ def test_validation_images_are_the_folders_bit_for_bit(tmp_path, interpolation):
             Beton(out, evaluated=other)
 
 
-def test_quasi_random_order_reads_few_pages_at_a_time():
-    pages = np.repeat(np.arange(100, 140), 25)
-    order = quasi_random_order(pages, seed=0, epoch=0).numpy()
-    assert sorted(order) == list(range(1000))
-    groups = [pages[order[start : start + 400]] for start in (0, 400, 800)]
-    assert [len(set(group)) for group in groups] == [16, 16, 8]
-    other = quasi_random_order(pages, seed=0, epoch=1).numpy()
-    assert not np.array_equal(order, other)
-
-
 def test_a_file_larger_than_the_memory_is_read_as_any_other(betons, tmp_path):
     """The file is large because of a hole (sparse file) between images and tables."""
     from ffcv.types import ALLOC_TABLE_TYPE, HeaderType
@@ -192,10 +181,8 @@ def test_a_file_larger_than_the_memory_is_read_as_any_other(betons, tmp_path):
         file.write(header.tobytes() + data[header.nbytes : tables])
         file.seek(int(header["alloc_table_ptr"][0]))
         file.write(data[tables:])
-    assert Beton(betons["half"]).fits_in_memory()
-    assert not Beton(path).fits_in_memory()
-    few = shown(Beton(betons["half"]), os_cache=False)
-    large = shown(Beton(path), os_cache=False)
+    few = shown(Beton(betons["half"]))
+    large = shown(Beton(path))
     assert len(few.ids) == 40
     assert torch.equal(few.images, large.images)
 

@@ -76,12 +76,12 @@ def loader(source, kind, batch_size, bad=None, **more):
         return TrainLoader(source, **{"augmentation": Augmentation(cutout=3), **more})
     more = {"img_size": 16, "workers": 0, "bad_images": bad or BadImages(0), **more}
     if kind == "ffcv":
-        return BetonTrainLoader(source, os_cache=True, scale=(0.3, 1), hflip=0.5, **more)
+        return BetonTrainLoader(source, scale=(0.3, 1), hflip=0.5, **more)
     if kind == "eval":
         scaling = Scaling.cropped(more["img_size"], 20)
         return ImageEvalLoader(source, transform=lambda _: scaling.pixels, **more)
-    augmented = {"color_jitter": 0.4, "auto_augment": "rand-m7-mstd0.5-inc1"}
-    transform = partial(train_transform, scale=(0.3, 1), **augmented)
+    policy = "rand-m7-mstd0.5-inc1"
+    transform = partial(train_transform, scale=(0.3, 1), auto_augment=policy)
     return ImageTrainLoader(source, transform=transform, **more)
 
 

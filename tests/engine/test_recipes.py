@@ -23,7 +23,6 @@ RSB = {
     "bce_loss": True,
     "bce_target_thresh": 0.2,
     "reprob": 0.0,
-    "color_jitter": 0.0,
     "hflip": 0.5,
     "crop_scale": 0.08,
     "model_ema_decay": 0.0,

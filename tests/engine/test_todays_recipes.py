@@ -178,16 +178,3 @@ def test_trivial_augment_is_torchvisions():
         torch.manual_seed(seed)
         ours = train_transform(16, auto_augment="ta_wide")(image)
         assert torch.equal(ours, torch.from_numpy(np.array(theirs)))
-
-
-@torch.no_grad()
-def test_mixing_ends_at_its_epoch(tmp_path):
-    model = timm.create_model("test_resnet", num_classes=3)
-    # halves, nearly
-    trainer = make_trainer(tmp_path, model, mixup=8.0, mixup_off_epoch=2, smoothing=0.0)
-    images = torch.randn(4, 3, 32, 32)
-    targets = torch.tensor([0, 1, 2, 0])
-    plain = torch.nn.functional.cross_entropy(trainer.model(images), targets).item()
-    for trainer.progress.epoch in (1, 2):
-        mixed = trainer._batch_loss(images.clone(), targets).item()
-        assert (mixed == pytest.approx(plain, rel=1e-4)) == (trainer.progress.epoch == 2)
