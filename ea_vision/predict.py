@@ -95,8 +95,8 @@ def classify(
     if not loaded.trained or not loaded.num_classes:
         missing = "weights" if not loaded.trained else "classifier"
         raise UsageError(
-            "a run folder or a model with trained weights and a classifier is required (`ea-vision models "
-            f"--weights` lists ours), and {args.model} has no {missing}"
+            "a run folder or a model with trained weights and a classifier is required (`ea-vision models` "
+            f"lists ours), and {args.model} has no {missing}"
         )
     refuse(
         {"--output": args.output, "--min-score": args.min_score},

@@ -12,10 +12,30 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ea_vision.layers import AugmentedConv2d
-from ea_vision.sizes import BFLOAT16, BMM, Counts, count_operations, position_operations, summarise
+from ea_vision.layers import AugmentedConv2d, MapsAttention
+from ea_vision.sizes import BMM, Counts, count, position_operations
 
+BFLOAT16 = 2  # bytes of a number
 MAP_OPERATIONS = 6  # the profiler's, per element of the maps
+
+
+@dataclass(frozen=True)
+class BranchCount:
+    """An attention branch: an augmented convolution without its convolution, or a vision transformer's attention.
+
+    Attributes:
+        layer: name of the module.
+        evolves: whether it uses the previous layer's maps.
+        map_bytes: of K maps of N x N numbers in bfloat16, or of the part of them in a window.
+        params: weights, including the evolution's.
+        flops: the AA paper's operations.
+    """
+
+    layer: str
+    evolves: bool
+    map_bytes: int
+    params: int
+    flops: int
 
 
 @dataclass(frozen=True)
@@ -23,14 +43,14 @@ class PaperCounts:
     """Counts of a network, and its operations in the papers' counting.
 
     Attributes:
-        counts: parameters, multiply-adds and branches.
+        counts: parameters and multiply-adds.
         profiler: the AA paper's operations.
-        by_branch: the AA paper's operations of each attention branch, by name of its layer.
+        branches: the attention branches, in order.
     """
 
     counts: Counts
     profiler: int
-    by_branch: dict[str, int]
+    branches: tuple[BranchCount, ...]
 
     @property
     def paper(self) -> int:
@@ -40,21 +60,29 @@ class PaperCounts:
 
 def count_as_papers(model: nn.Module, input_size: tuple[int, int, int]) -> PaperCounts:
     """Count a model on one image of (C, H, W); see `ea_vision.sizes.count`."""
-    operations = count_operations(model, input_size)
-    counts = summarise(model, operations)
-    total = _without_products(operations.modules["Global"])
-    flops_of_branches = {}
-    for branch in counts.branches:
-        layer = model.get_submodule(branch.layer)
-        path = f"{type(model).__name__}.{branch.layer}"
-        added = MAP_OPERATIONS * branch.map_bytes // BFLOAT16
-        projections = _without_products(operations.modules[path])
+    counts = count(model, input_size)
+    total = _without_products(counts.operations["Global"])
+    branches = []
+    for name, (K, H, W) in counts.maps.items():
+        layer: AugmentedConv2d | MapsAttention = model.get_submodule(name)
+        path = f"{type(model).__name__}.{name}"
+        params = sum(parameter.numel() for parameter in layer.parameters())
+        projections = _without_products(counts.operations[path])
+        elements = K * (H * W) ** 2
+        positions = 0
         if isinstance(layer, AugmentedConv2d):
-            added += position_operations(layer)
-            projections -= sum(operations.modules.get(f"{path}.conv", {}).values())
+            elements = layer.map_elements((H, W))
+            positions = position_operations(layer)
+            projections -= sum(counts.operations.get(f"{path}.conv", {}).values())
+            if layer.conv is not None:
+                params -= layer.conv.weight.numel()
+        added = MAP_OPERATIONS * elements + positions
         total += added
-        flops_of_branches[branch.layer] = projections + added
-    return PaperCounts(counts, total, flops_of_branches)
+        evolves = layer.evolution is not None
+        branches.append(
+            BranchCount(name, evolves, BFLOAT16 * elements, params, projections + added)
+        )
+    return PaperCounts(counts, total, tuple(branches))
 
 
 def _without_products(operations: dict) -> int:

@@ -296,15 +296,15 @@ def _cost_of(name: str, count: PaperCounts) -> tuple[str, int, int | None, float
 
     name: a stage (one of its layers is counted), "training" or "inference" (all layers are counted).
     """
-    branches = count.counts.branches
+    branches = count.branches
     stage = [branch for branch in branches if branch.layer.startswith(f"{name}.")]
     if stage:
         label = f"{name}, one of {len(stage)} layers"
-        return label, stage[0].map_bytes, stage[0].params, count.by_branch[stage[0].layer]
+        return label, stage[0].map_bytes, stage[0].params, stage[0].flops
     if name == "training":
         maps = sum(branch.map_bytes for branch in branches)
         params = sum(branch.params for branch in branches)
-        flops = sum(count.by_branch.values())
+        flops = sum(branch.flops for branch in branches)
         return "all, training", maps, params, flops
     # at the same time in memory: a layer's maps and, if they evolve, the previous layer's maps
     maps = max(branch.map_bytes * (1 + branch.evolves) for branch in branches)
@@ -332,7 +332,6 @@ def attention_cost(table: dict[str, Any], rows: Sequence[Row]) -> list[str]:
         *markdown(heads, lines),
         "",
         "- Maps are those of dense attention in bfloat16; our kernels keep fewer.",
-        "- `ea-vision models aa_resnet50 --layers` gives the maps and parameters of every branch.",
     ]
 
 

@@ -26,7 +26,6 @@ MODEL = "ea_conv_transformer_cifar"
         f"strip --model {MODEL} --layers 1-3 --change -o FILE.png digits#0",
         f"statistics --model {MODEL} --layers 1 -o FILE.pdf digits#0",
         "export cnn_cifar --random -o FILE.pt2",
-        f"models {MODEL} --csv FILE.csv",
         f"probe --model {MODEL} --layers 1 --limit 12 --epochs 1 --width 8 --controls none -o FILE",
     ],
     ids=lambda line: line.split()[0],

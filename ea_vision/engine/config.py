@@ -358,8 +358,8 @@ class TrainConfig:
     def for_processes(self, processes: int) -> "TrainConfig":
         """Return these options with the batch_size and grad_accum_steps that make `total_batch` on so many processes.
 
-        A process adds up the fewest equal batches of at most `batch_size` images; a warning says if they are far
-        smaller. Without `total_batch` the options are returned unchanged.
+        A process adds up the fewest equal batches of at most `batch_size` images. Without `total_batch` the options
+        are returned unchanged.
 
         Raises:
             UsageError: the processes cannot share `total_batch` equally; names the nearest numbers that they can.
@@ -384,19 +384,6 @@ class TrainConfig:
         shared = copy.copy(self)
         shared.grad_accum_steps = count
         shared.batch_size = images // count
-        if 2 * shared.batch_size <= min(self.batch_size, images):
-            full_images = processes * self.batch_size
-            full = total - total % full_images
-            log.warning(
-                "total_batch %d on %d processes needs batches of %d, far below batch_size %d: "
-                "%d or %d can use full ones",
-                total,
-                processes,
-                shared.batch_size,
-                self.batch_size,
-                full,
-                full + full_images,
-            )
         return shared
 
     def images_of_update(self, processes: int) -> int:
@@ -734,17 +721,7 @@ OTHERS = {
 
 
 class _Parser(CommandParser):
-    """A parser of a trainer's options, with one-line errors. rare: help texts of the options that --help leaves out."""
-
-    def __init__(self, **keywords):
-        super().__init__(**keywords)
-        self.rare = {}
-        self.add_argument("--help-all", action=_HelpAll, nargs=0, help="list all options and end")
-
-    def hide(self, action: argparse.Action) -> None:
-        """Leave an option out of --help."""
-        self.rare[action] = action.help
-        action.help = argparse.SUPPRESS
+    """A parser of a trainer's options, with one-line errors."""
 
     def meant(self, word: str) -> str:
         flag = word.partition("=")[0]
@@ -758,20 +735,12 @@ class _Parser(CommandParser):
         raise UsageError(f"{message} (see {self.prog} --help-all)")
 
 
-class _HelpAll(argparse.Action):
-    """Print the help of every option and end."""
-
-    def __call__(self, parser, namespace, values, option_string=None):
-        for action, help in parser.rare.items():
-            action.help = help
-        parser.print_help()
-        parser.exit()
-
-
-def make_parser(cls: type[TrainConfig], description: str, examples: str) -> argparse.ArgumentParser:
+def make_parser(
+    cls: type[TrainConfig], description: str, examples: str, every: bool = False
+) -> argparse.ArgumentParser:
     """Return a parser with one flag for each field of `cls`; shown defaults are those of the default recipe.
 
-    --help lists the options that are used first, --help-all every option by its group.
+    --help lists the options that are used first or, with `every`, all options by their groups, as for --help-all.
     """
     parser = _Parser(
         usage="%(prog)s [OPTION ...]",
@@ -783,6 +752,7 @@ def make_parser(cls: type[TrainConfig], description: str, examples: str) -> argp
             argparse.RawDescriptionHelpFormatter, max_help_position=26, width=100
         ),
     )
+    parser.add_argument("--help-all", action="help", help="list all options and end")
     defaults = resolve(cls, {})
     hints = typing.get_type_hints(cls)
     shown_first = [name for name in USED_FIRST if name in cls.rules()][:10]
@@ -800,9 +770,8 @@ def make_parser(cls: type[TrainConfig], description: str, examples: str) -> argp
             words = {**words, "nargs": "?", "const": rules.bare}
         first = name in shown_first
         group = groups["used first" if first else rules.group]
-        action = group.add_argument("--" + name.replace("_", "-"), help=help, **words)
-        if not first:
-            parser.hide(action)
+        flag = "--" + name.replace("_", "-")
+        group.add_argument(flag, help=help if first or every else argparse.SUPPRESS, **words)
     return parser
 
 

@@ -5,40 +5,17 @@ import logging
 import time
 
 import torch
-from torch import nn
 
 from ea_vision.base import devices
 from ea_vision.base.errors import UsageError
 from ea_vision.base.units import duration, memory_size
 from ea_vision.engine import checkpoint
-from ea_vision.engine.config import TrainConfig, load_recipe, resolve
 from ea_vision.engine.evaluate import autocast
 from ea_vision.engine.train import Trainer
 from ea_vision.zoo.create import REFUSALS
 
 log = logging.getLogger(__name__)
 TRIAL_IMAGES_ON_CPU = 8
-
-
-def describe_update(config: TrainConfig, processes: int, has_norms: bool = False) -> str:
-    """Describe an update for the log: its images, its peak learning rate, and how the recipe differs in the number of
-    images or, with BatchNorm (`has_norms`), in the batch size."""
-    images = config.images_of_update(processes)
-    accum = config.grad_accum_steps
-    batches = f" x {accum} batches" if accum > 1 else ""
-    text = (
-        f"{images} images = {config.batch_size} x {processes} processes{batches}, peak learning "
-        f"rate {config.peak_lr(images):g}"
-    )
-    recipe = load_recipe(config.recipe)
-    total = recipe.get("total_batch") or images
-    batch = recipe.get("batch_size", config.batch_size)
-    if total != images:
-        meant = resolve(type(config), {"recipe": config.recipe}).peak_lr(total)
-        text += f"; recipe {config.recipe} means {total} images, rate {meant:g}"
-    if has_norms and batch != config.batch_size and not config.sync_bn:
-        text += f"; BatchNorm sees {config.batch_size} images per process, the recipe's has {batch}"
-    return text
 
 
 def trial_step(trainer: Trainer) -> float:
@@ -120,7 +97,6 @@ def preflight(trainer: Trainer) -> None:
     world = trainer.world
     seconds = trial_step(trainer)
     whole = duration(seconds * len(trainer.train_loader) * config.epochs)
-    norms = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
     parameters = sum(p.numel() for p in model.parameters())
     held_out = ", held out" if data.eval_split == "held_out" else ""
     lines = {
@@ -129,13 +105,15 @@ def preflight(trainer: Trainer) -> None:
         f"{len(data.evaluated)} to evaluate on{held_out}, {len(data.classes)} classes",
         "model": f"{config.model}, {parameters:,} parameters, {config.img_size} pixels",
         "processes": f"{world.size} on {describe_device(world.device)}",
-        "update": describe_update(config, world.size, norms),
+        "update": f"{trainer.images_of_update} images = {config.batch_size} x {config.grad_accum_steps} "
+        f"batches x {world.size} processes, peak learning rate {config.peak_lr(trainer.images_of_update):g}",
         "time": f"about {whole} for {trainer.total_updates} updates, {trainer.updates_per_epoch} per epoch "
         "(computation alone, from one batch)",
     }
     for name, text in lines.items():
         log.info("%-11s %s", name, text)
-    if world.device.type == "cpu" and config.amp == "bfloat16" and has_fused_attention(model):
+    fused = any(getattr(module, "fused_attn", False) for module in model.modules())  # timm's layers
+    if world.device.type == "cpu" and config.amp == "bfloat16" and fused:
         log.warning(
             "bfloat16 on a CPU makes torch's fused attention slower (1.5 to 2.5 times, "
             "measured): --amp none"
@@ -149,8 +127,3 @@ def left_out(trainer: Trainer) -> str:
     if 100 * count <= images:
         return ""
     return f" (an epoch leaves out {count}, others each time)"
-
-
-def has_fused_attention(model: nn.Module) -> bool:
-    """Return whether one of timm's layers calls torch's fused attention."""
-    return any(getattr(module, "fused_attn", False) for module in model.modules())

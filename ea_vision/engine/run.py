@@ -10,6 +10,7 @@ import math
 import os
 import socket
 import sys
+from argparse import SUPPRESS
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -56,7 +57,8 @@ OWN_OF_A_NODE = (
 
 def main(module: type[DataModule], argv: list[str] | None = None) -> int:
     """Run the command of a trainer."""
-    parser = make_parser(module.options, module.description, module.examples)
+    every = "--help-all" in (sys.argv if argv is None else argv)
+    parser = make_parser(module.options, module.description, module.examples, every)
     modes = parser.add_argument_group("instead of training")
     modes.add_argument(
         "--evaluate",
@@ -70,12 +72,10 @@ def main(module: type[DataModule], argv: list[str] | None = None) -> int:
         nargs="+",
         help="draw loss and accuracy into --output (default: learning_curves.png)",
     )
-    only_check = modes.add_argument(
-        "--check-options",
-        action="store_true",
-        help="check that the options fit together and the data exists, and end",
+    about_check = "check that the options fit together and the data exists, and end"
+    modes.add_argument(
+        "--check-options", action="store_true", help=about_check if every else SUPPRESS
     )
-    parser.hide(only_check)
     given = parse(parser, argv)
     target = given.pop("evaluate", None)
     runs = given.pop("learning_curves", None)
@@ -116,7 +116,11 @@ def train(module: type[DataModule], config: TrainConfig) -> None:
     folder = folder_of(module, config)
     try:
         with StopRequest() as stop, join_world(config.device, config.dist_timeout) as world:
-            _train(module, config, folder, world, stop)
+            stop.deferred = world.size > 1  # several processes leave together, after an update
+            log_to_stdout(world.rank)
+            check_writable(folder)
+            with run_folder.locked(folder, world):
+                _train(module, config, folder, world, stop)
     except StoppedAtOnce as error:
         raise RunError(
             f"stopped by signal {error.signal} before an update of this start; nothing is lost, the "
@@ -129,10 +133,6 @@ def _train(
     module: type[DataModule], config: TrainConfig, folder: Path, world: World, stop: StopRequest
 ) -> None:
     """Train in `folder` as one process of `world`."""
-    stop.deferred = world.size > 1  # several processes leave together, after an update
-    log_to_stdout(world.rank)
-    check_writable(folder)
-    run_folder.check_free(folder, world)
     log.info("recipe      %s", config.recipe)
     data = module(config.for_processes(world.size), world, training=True)
     data.check()
@@ -141,7 +141,7 @@ def _train(
         return
     trainer, about = put_together(data, folder, stop)
     loaders = (trainer.train_loader, trainer.eval_loader)
-    with run_folder.locked(folder, world), closing(loaders[0]), closing(loaders[1]):
+    with closing(loaders[0]), closing(loaders[1]):
         begin_or_resume(trainer, about)
         trainer.fit()
         finish(trainer, about)

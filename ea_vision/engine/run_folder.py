@@ -4,8 +4,6 @@ import csv
 import json
 import logging
 import math
-import os
-import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -31,7 +29,6 @@ CARD = "model.md"  # of model.safetensors
 # entries of a run's `about` section that the note in its weights repeats
 NOTE_ENTRIES = ("model_kwargs", "task", "classes", "category_ids", "mean", "std")
 LOCK = ".lock"
-OWNER = ".owner"  # which process holds the lock
 MEASURES = ("top1", "top5")  # of an evaluation, in percent; another trainer may have others
 
 
@@ -48,58 +45,24 @@ def locked(folder: Path, world: World) -> Iterator[None]:
         yield
         return
     create(folder)
-    owner = folder / OWNER
-    lock, problem = _acquired(folder)
-    if problem is not None:
-        log.warning("%s cannot be locked: %s", folder, problem)
+    lock = FileLock(folder / LOCK)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise UsageError(f"{folder} is in use by another run that has not ended yet") from error
+    except (OSError, NotImplementedError) as error:  # some network file systems have no locks
+        log.warning("%s cannot be locked: %s", folder, error)
     try:
         for leftover in folder.rglob(".*.tmp"):
             leftover.unlink(missing_ok=True)
-        who = f"process {os.getpid()} on {socket.gethostname()}"
-        atomic_write(owner, who.encode())
         yield
     finally:
-        owner.unlink(missing_ok=True)
         if isinstance(lock, UnixFileLock):  # others remove their file themselves
             (folder / LOCK).unlink(missing_ok=True)
         lock.release()
         if not any(folder.iterdir()):
             with suppress(OSError):  # another run has just begun here
                 folder.rmdir()
-
-
-def check_free(folder: Path, world: World) -> None:
-    """Raise UsageError if another process holds the run folder. Call this before data and networks are loaded."""
-    if world.is_main and (folder / LOCK).exists():
-        lock, _ = _acquired(folder)
-        lock.release()
-
-
-def _acquired(folder: Path) -> tuple[FileLock, Exception | None]:
-    """Return the run folder's lock, and the error if it could not be taken: some network file systems have no locks.
-
-    Raises:
-        UsageError: another process holds it.
-    """
-    lock = FileLock(folder / LOCK)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout as error:
-        owner = _named(folder / OWNER)
-        raise UsageError(
-            f"{folder} is in use by another run that has not ended yet{owner}"
-        ) from error
-    except (OSError, NotImplementedError) as error:
-        return lock, error
-    return lock, None
-
-
-def _named(owner: Path) -> str:
-    """Return the end of an error message that names the process that holds a run folder; "" if it is unknown."""
-    try:
-        return f": {owner.read_text(encoding='utf-8')}"
-    except (OSError, ValueError):
-        return ""
 
 
 # ---- config.yaml ----------------------------------------------------------------------------------------------------

@@ -123,7 +123,6 @@ def test_training_on_a_folder_with_two_workers(place):
         (f"statistics --model {MODEL} --layers 1 PHOTO -o", "statistics.pdf"),
         (f"explore --model {MODEL} --layers 1 PHOTO -o", "page.html"),
         ("export cnn_cifar --random -o", "net.pt2"),
-        (f"models {MODEL} --sizes --csv", "models.csv"),
     ],
 )
 def test_commands(place, command, output):

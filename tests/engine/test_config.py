@@ -313,7 +313,7 @@ def test_help_fits_one_screen(command, capsys):
 @pytest.mark.parametrize("module", [SmallImages, ClassFolders, CocoDetection])
 def test_help_names_the_folder_that_a_run_gets(module, capsys):
     with pytest.raises(SystemExit):
-        make_parser(module.options, "about", "").parse_args(["--help-all"])
+        make_parser(module.options, "about", "", every=True).parse_args(["--help-all"])
     folder = re.sub(r"{(\w+)}", lambda match: match[1].upper(), module.default_output)
     text = " ".join(capsys.readouterr().out.split())
     assert f"own folder; empty: {folder} " in text
@@ -321,7 +321,7 @@ def test_help_names_the_folder_that_a_run_gets(module, capsys):
 
 def test_help_has_the_default_of_every_flag(capsys):
     with pytest.raises(SystemExit):
-        make_parser(CifarConfig, "about", EXAMPLES).parse_args(["--help-all"])
+        make_parser(CifarConfig, "about", EXAMPLES, every=True).parse_args(["--help-all"])
     text = capsys.readouterr().out
     assert "--lr X" in text
     text = " ".join(text.split())

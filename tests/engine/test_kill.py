@@ -151,15 +151,9 @@ def test_signals_finish_the_update_save_and_leave(argv, folder, uninterrupted):
 def test_a_second_run_that_is_refused_leaves_the_folder_of_one_that_has_only_just_begun(folder):
     """The folder is still empty, so the second run might mistake it for its own and delete it."""
     with run_folder.locked(folder, CPU):
-        with (
-            refused(f"is in use by another run .*: process {os.getpid()} on "),
-            run_folder.locked(folder, CPU),
-        ):
+        with refused("is in use by another run"), run_folder.locked(folder, CPU):
             raise AssertionError("two runs in one folder")
-        with refused("is in use by another run"):
-            run_folder.check_free(folder, CPU)
         run_folder.write_metrics(folder, [])
-    run_folder.check_free(folder, CPU)
     assert (folder / run_folder.METRICS).exists()
     with run_folder.locked(folder / "empty", CPU):
         pass

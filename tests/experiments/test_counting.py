@@ -38,14 +38,14 @@ def test_the_profilers_counting_of_whole_networks():
     aa = count_of("aa_resnet50")
     ea = count_of("ea_aa_resnet50")
     assert round(aa.profiler / 1e9, 2) == 8.31
-    assert sum(branch.evolves for branch in ea.counts.branches) == 11
+    assert sum(branch.evolves for branch in ea.branches) == 11
     # an evolution convolution: 8 x 8 x 9 multiply-adds a pixel of the N x N map
     added = 8 * 8 * 9 * (9 * 196**2 + 2 * 49**2)
     assert ea.profiler - aa.profiler == 2 * added
     assert ea.counts.macs - aa.counts.macs == added
     plain = count_of("cnn_cifar", 32)
     assert plain.profiler == plain.paper == 2 * plain.counts.macs
-    assert not plain.counts.branches
+    assert not plain.branches
 
 
 def test_branches_are_the_aa_papers_table_9():
@@ -62,10 +62,8 @@ def test_branches_are_the_aa_papers_table_9():
         flops = 2 * N * weights + 2 * N * 160 * (2 * sides - 2) + 6 * 8 * N**2
         for block in range(blocks):
             expected.append((f"layer{stage}.{block}.conv2", 2 * 8 * N**2, params, flops))
-    count = count_of("aa_resnet50")
-    branches = count.counts.branches
-    flops = count.by_branch
-    assert [(b.layer, b.map_bytes, b.params, flops[b.layer]) for b in branches] == expected
+    branches = count_of("aa_resnet50").branches
+    assert [(b.layer, b.map_bytes, b.params, b.flops) for b in branches] == expected
     for index, kilobytes, params, published in (
         (0, 600.25, 43464, 21.7e6),
         (4, 600.25, 90088, 40.0e6),
@@ -74,16 +72,34 @@ def test_branches_are_the_aa_papers_table_9():
         branch = branches[index]
         assert branch.map_bytes / 1024 == pytest.approx(kilobytes, abs=0.01)
         assert branch.params == params
-        assert flops[branch.layer] == pytest.approx(published, rel=2e-3)
+        assert branch.flops == pytest.approx(published, rel=2e-3)
     assert round(sum(b.map_bytes for b in branches) / 2**20, 2) == 5.97
     assert sum(b.params for b in branches) == 1289352
-    assert round(sum(flops.values()) / 1e6, 1) == 384.4
+    assert round(sum(b.flops for b in branches) / 1e6, 1) == 384.4
 
 
 def test_branches_of_evolving_networks():
     """An evolution's convolution has 2 x 3 x 3 x K x K operations for each element of a map."""
-    flops = list(count_of("ea_conv_transformer_cifar", 32).by_branch.values())
+    flops = [branch.flops for branch in count_of("ea_conv_transformer_cifar", 32).branches]
     assert flops[1] - flops[0] == 2 * 4 * 4 * 9 * 64**2
-    flops = list(count_of("ea_vit_tiny_patch16_224").by_branch.values())
+    flops = [branch.flops for branch in count_of("ea_vit_tiny_patch16_224").branches]
     assert flops[0] == 2 * 197 * 4 * 192**2 + 6 * 3 * 197**2
     assert flops[1] - flops[0] == 2 * 9 * 3**2 * 197**2
+
+
+def test_branches_that_evolve_have_the_convolution():
+    plain, *evolving = count_of("ea_conv_transformer_cifar", 32).branches
+    assert [branch.evolves for branch in (plain, *evolving)] == [False, True, True] * 2
+    assert plain.map_bytes == evolving[0].map_bytes == 2 * 4 * 64**2
+    assert evolving[0].params - plain.params == 4 * 4 * 9 + 4
+
+
+def test_branches_of_a_vision_transformer():
+    """By hand: K 3, T 197, C 192; weights of qkv and projection, and of 11 convolutions over maps."""
+    branches = count_of("ea_vit_tiny_patch16_224").branches
+    gates = 2
+    weights = 4 * 192**2 + 4 * 192
+    evolving = weights + 9 * 3**2 + 3 + gates
+    assert [branch.layer for branch in branches] == [f"blocks.{i}.attn" for i in range(12)]
+    assert [branch.evolves for branch in branches] == [False] + 11 * [True]
+    assert [branch.params for branch in branches] == [weights] + 11 * [evolving]
