@@ -30,9 +30,9 @@ demo: $(READY)
 	@echo "  $(VENV)/bin/ea-vision explore --model $(DEMO) -o $(DEMO)/page.html digits#5"
 	@echo "  $(VENV)/bin/ea-vision predict ea_conv_transformer_cifar docs/cat.jpg"
 
-# README's pictures and a page to try, docs/attention.html, from the weights in weights/; with VIT_WEIGHTS and SCENES also
-# the docs' pictures from weights and photos that are not shipped. The other photos are free (docs/photos/README.md); the
-# page's film needs chromium and playwright.
+# README's pictures and a page to try, docs/attention.html, from the weights in weights/. SCENES, a folder of
+# experiments/scenes/split.py, has the photo of one more; VIT_WEIGHTS and VIT_RUNS, of experiments/finetune_scenes, record
+# its maps anew. The other photos are free (docs/photos/README.md); the page's film needs chromium and playwright.
 pictures: $(READY)
 	$(RUN) visualize/heatmap.py --model ea_conv_transformer_cifar --layers 1-3 --heads 0 --style fog --width 6.75 --dpi 110 \
 		-o visualize/fog.png docs/cat.jpg docs/photos/*.jpg
@@ -40,8 +40,7 @@ pictures: $(READY)
 	$(RUN) -m experiments.page_film docs/photos/macaw.jpg docs/cat.jpg docs/photos/dog.jpg docs/photos/moose.jpg
 	$(RUN) visualize/explore.py --model ea_conv_transformer_cifar --model conv_transformer_cifar \
 		-o docs/attention.html docs/cat.jpg
-	@if [ -n "$(VIT_WEIGHTS)" ]; then $(RUN) -m experiments.finetune_scenes.pictures "$(VIT_WEIGHTS)" $(if $(VIT_RUNS),--runs "$(VIT_RUNS)"); \
-	else echo "left out: the pictures of experiments/finetune_scenes, which need VIT_WEIGHTS=FILE, weights of a ViT-S/14 (none are shipped), and VIT_RUNS=FOLDER, as its run.py writes it"; fi
+	$(RUN) -m experiments.finetune_scenes.pictures $(if $(VIT_RUNS),"$(VIT_WEIGHTS)" --runs "$(VIT_RUNS)")
 	@if [ -n "$(SCENES)" ]; then $(RUN) visualize/heatmap.py --model ea_aa_resnet34_050 --layers 5 --heads 5,7 \
 		--queries 30,56 80,56 --width 3.3 -o visualize/scene.png "$(SCENES)/test/street/1011.jpg"; \
 	else echo "left out: visualize/scene.png, which needs SCENES=FOLDER, as experiments/scenes/split.py writes it"; fi

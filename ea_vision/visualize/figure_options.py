@@ -128,7 +128,7 @@ def make_parser(
         parser.add_argument(
             "--cmap",
             metavar="NAME",
-            help="a colour map of matplotlib's (default: viridis for attention, coolwarm for logits)",
+            help="a colour map of matplotlib's (default: viridis for attention, cividis for logits)",
         )
     if "opacity" in style:
         parser.add_argument(

@@ -29,7 +29,7 @@ from ea_vision.visualize.figure_request import (
 from ea_vision.visualize.image_maps import AnyImage, as_images, as_model, record, title_of
 from ea_vision.visualize.map_style import map_sheet, style_of
 from ea_vision.visualize.sheet import Block, Row, Tile, sheet
-from ea_vision.visualize.tiles import QUERY_COLORS, Recording, map_of, photo_of, tile_of
+from ea_vision.visualize.tiles import QUERY_COLORS, WHITE_RIM, Recording, map_of, photo_of, tile_of
 from ea_vision.zoo.inputs import as_image
 from ea_vision.zoo.loaded import LoadedModel, check_classifies
 
@@ -194,10 +194,10 @@ def _tile(image: Tensor, title: str, corners: np.ndarray | None = None) -> Tile:
         axes.imshow(pixels, extent=(0, W, H, 0))
         if corners is None:
             return
-        look = {"color": QUERY_COLORS[0], "clip_on": False}
+        look = {"color": QUERY_COLORS[0], "clip_on": False, "path_effects": [WHITE_RIM]}
         x, y = corners[[0, 1, 2, 3, 0]].T
         axes.plot(x, y, linewidth=1.2, **look)
-        axes.plot(x[0], y[0], "o", markersize=4, markeredgecolor="white", **look)
+        axes.plot(x[0], y[0], "o", markersize=4, **look)
         axes.set_xlim(min(*x, 0), max(*x, W))
         axes.set_ylim(max(*y, H), min(*y, 0))
 

@@ -3,7 +3,7 @@
 Attention is drawn in units of uniform attention: a probability times the number N of keys that its query sees, so 1 is
 the attention of a query that weights all keys equally. The scale is logarithmic with 1 in its middle, so uniform
 attention has the same colour in every figure and on the page; 0 has the lowest colour. Logits and other signed parts
-have a diverging scale with 0 in its middle.
+have a scale with 0 in its middle.
 
 Lines, fonts and colours that are not data follow matplotlib's rcParams.
 """
@@ -26,8 +26,8 @@ from ea_vision.visualize.sheet import Bar, Block, Row, Tile, sheet
 
 SCALES = ("uniform", "layer", "tile", "all")
 STYLES = ("cells", "fog")
-# Moreland's map: even steps in CIELAB, both ends equally dark, distinguishable for the colour-blind
-SIGNED_MAP = "coolwarm"
+# negative: dark and blue; positive: light and yellow, so that signs survive greyscale print and colour-blind readers
+SIGNED_MAP = "cividis"
 CHANGE_MAP = "PuOr_r"  # of what evolution changed: both ends dark, so their signs are marked
 CLEAR = 2.0  # times uniform attention, from which on fog is clear; at 1 / CLEAR it is full
 WIDEST_SCALE = 8.0  # times uniform attention, of the scale "uniform"
@@ -53,7 +53,7 @@ class MapStyle:
         scale: of the colours. "uniform": 1/8 to 8 times uniform attention, the same in every figure; logits are scaled
             as with "layer". "layer": the maps of a layer (of a block, if a block compares several layers or models)
             share one; "tile": each map has its own, with its maximum written on it; "all": the figure has one.
-        cmap: a matplotlib colour map by name; by default rcParams["image.cmap"] for attention, "coolwarm" for logits.
+        cmap: a matplotlib colour map by name; by default rcParams["image.cmap"] for attention, "cividis" for logits.
         opacity: of cells over the photo, 0 to 1.
 
     Raises:
@@ -86,7 +86,7 @@ class MapStyle:
         return self.style == "fog" and is_attention(part)
 
     def colormap(self, part: str = "attn") -> Colormap:
-        """Return the colours of a part: diverging for logits, sequential for other quantities."""
+        """Return the colours of a part."""
         if part == "change":
             return matplotlib.colormaps[CHANGE_MAP]
         default = SIGNED_MAP if part in PARTS[1:] else matplotlib.rcParams["image.cmap"]

@@ -41,7 +41,6 @@ LINE_COLOR, *QUERY_COLORS = COLORS
 FOG = 0.83  # grey
 FOG_SIDE = 192  # minimum number of pixels along the longer side of a photo in fog
 WHITE_RIM = patheffects.withStroke(linewidth=1.8, foreground="white")
-THIN_RIM = patheffects.withStroke(linewidth=1.5, foreground="white")
 
 
 def cell_of(query: Query, img_size: Size, feat_size: Size) -> Query:
@@ -357,7 +356,8 @@ def _paint_cells(
     over_photo = style.overlay and part not in PARTS[1:]
     if over_photo:
         grey = recording.pixels() @ (0.299, 0.587, 0.114)
-        axes.imshow(grey, "gray", vmin=0, vmax=1, extent=recording.extent)
+        # half the contrast: a bright part of the photo must not read as attention
+        axes.imshow(grey, "gray", vmin=-0.5, vmax=1.5, extent=recording.extent)
     drawn = axes.imshow(values, style.colormap(part), norm, extent=recording.extent)
     drawn.set_interpolation("nearest")
     drawn.set_alpha(style.opacity if over_photo else None)
@@ -365,4 +365,4 @@ def _paint_cells(
 
 def _write_maximum(axes: Axes, values: np.ndarray) -> None:
     text = axes.text(0.97, 0.03, f"{TIMES}{short(values.max())}", transform=axes.transAxes)
-    text.set(ha="right", va="bottom", fontsize=points(), color="black", path_effects=[THIN_RIM])
+    text.set(ha="right", va="bottom", fontsize=points(), color="black", path_effects=[WHITE_RIM])

@@ -282,12 +282,17 @@ def test_masked_logits_do_not_count_in_the_scale_and_other_infinities_are_refuse
             norm_of([np.array([wrong])], MapStyle(), part)
 
 
-def test_logits_are_diverging_around_0_and_probabilities_sequential(wide):
+def test_signs_of_logits_survive_greyscale_print(wide):
     [logits] = tiles_of(draw_matrix(wide.maps, [1], [0], "logits"))
     [attention] = tiles_of(draw_matrix(wide.maps, [1], [0], "attn"))
     norm = logits.images[0].norm
     assert norm.vmin == -norm.vmax
-    assert logits.images[0].cmap.name == "coolwarm"
+    brightness = logits.images[0].to_rgba(np.linspace(norm.vmin, norm.vmax, 9))[:, :3] @ (
+        0.299,
+        0.587,
+        0.114,
+    )
+    assert (np.diff(brightness) > 0.05).all()
     assert attention.images[0].cmap.name == "viridis"
 
 

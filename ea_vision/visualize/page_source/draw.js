@@ -86,12 +86,14 @@ export function copyElement(context, node, accent) {
 
 // ---- photos and maps ------------------------------------------------------------------------------------------------
 
-/** A grey copy of an image: maps are laid over it. */
+/** A grey copy of an image, at half its contrast: maps are laid over it. */
 export function greyCopy(image) {
   const canvas = new OffscreenCanvas(image.naturalWidth, image.naturalHeight), context = canvas.getContext("2d");
   context.drawImage(image, 0, 0);
   context.globalCompositeOperation = "saturation";
-  context.fillStyle = "#888";
+  context.fillStyle = "#808080";
+  context.fillRect(0, 0, canvas.width, canvas.height);
+  Object.assign(context, { globalCompositeOperation: "source-over", globalAlpha: 0.5 });
   context.fillRect(0, 0, canvas.width, canvas.height);
   return canvas;
 }
