@@ -180,15 +180,6 @@ def test_equals_a_transformer_whose_prefix_tokens(prefix, kind, monkeypatch):
     check(model, name, monkeypatch)
 
 
-def test_evolutions_that_change_nothing_fall_away():
-    model = timm.create_model("ea_vit_tiny_patch16_224", depth=3, img_size=32).eval()
-    deployed = ea_vision.deploy(model)
-    assert difference(model, deployed, torch.randn(1, 3, 32, 32)) < 1e-5
-    for block in deployed.blocks:
-        assert block.attn.evolution is None
-        assert not block.attn.need_logits
-
-
 def halve(module, inputs, output):
     out, logits = output
     return out / 2, logits

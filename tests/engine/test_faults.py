@@ -67,8 +67,6 @@ def old_run(half_done, tmp_path):
 
 # ---- what is refused before anything is written ----------------------------------------------------------------------
 
-NOWHERE = "/nowhere.safetensors"
-
 
 @pytest.mark.parametrize(
     "more, message",
@@ -95,12 +93,7 @@ NOWHERE = "/nowhere.safetensors"
             "ea_conv_transformer_cifar.long_c10 was trained on other classes: 'airplane' where the data has '0'",
         ),
         ("--sync-bn", "--sync-bn needs CUDA, got cpu"),
-        (
-            "--epochs 0.4 --warmup-epochs 1 --sched constant",
-            "warmup_epochs must be at most the 0.4 epochs of the run, got 1; --warmup-epochs 20% is a fifth of them",
-        ),
         ("--epochs 0.01", "epochs must cover at least one of the 5 updates of an epoch, got 0.01"),
-        (f"--pretrained-path {NOWHERE}", f"--pretrained-path {NOWHERE} does not exist"),
         (
             "--model aa_mnasnet_075 --pretrained",
             "aa_mnasnet_075 has no pretrained weights of its own. It can begin as timm's semnasnet_075*",
@@ -109,31 +102,20 @@ NOWHERE = "/nowhere.safetensors"
             "--evaluate cnn_cifar --model test_resnet",
             "--evaluate cnn_cifar names the model, got --model test_resnet",
         ),
-        ("--model cnn_cifr", "*did you mean cnn_cifar*"),
         (f"--output {'x' * 256}", "*xxx: File name too long"),
         ("--model-kwargs alpah=0.5", "*has no keyword 'alpah'*"),
-        ("--data-dir /nowhere", "*does not exist*"),
-        (
-            "--data-dir {data}/train",
-            "*train must have train/ or train.tar; * has it: give that folder",
-        ),
         (
             "--batch-size 128",
             "an update needs 128 training images (batch_size x grad_accum_steps x processes), and "
             "the data set has fewer, 40: --batch-size 32",
         ),
         ("--holdout 64", "holdout must lie between 1 and 39*"),
-        ("--resume yes", "--resume must be auto, none or a path, and yes does not exist"),
-        ("--device cuda", "--device cuda needs a CUDA device*"),
     ],
 )
 def test_refusals(data, tmp_path, refusal, more, message):
-    if "cuda" in more and torch.cuda.is_available():
-        pytest.skip("this machine has CUDA")
     folder = tmp_path / "run"
     argv = words(f"--output {folder}") if "--evaluate" in more else arguments(data, folder)
-    argv += more.replace("{data}", str(data)).split()
-    error = refusal(argv)
+    error = refusal([*argv, *more.split()])
     assert fnmatchcase(error, message.replace("[", "[[]"))
     assert not folder.exists()
 
@@ -168,17 +150,13 @@ IMAGENET = (
             "--no-test",
             "--no-test needs training images held out (--holdout) to evaluate on, got none",
         ),
-        (
-            "--val-split dev",
-            "validation images: {data} has neither dev nor dev.tar (--train-split*",
-        ),
     ],
 )
 def test_refusals_of_the_imagenet_trainer(photos, tmp_path, capsys, more, message):
     folder = tmp_path / "run"
     argv = words(IMAGENET, f"--data-dir {photos} --output {folder}", more)
     error = error_of(train_imagenet.main, argv, capsys)
-    assert fnmatchcase(error, message.replace("{data}", str(photos)))
+    assert fnmatchcase(error, message)
     assert not folder.exists()
 
 

@@ -9,11 +9,9 @@ import ea_vision  # noqa: F401
 from ea_vision.engine import run_folder, train_cifar, train_imagenet
 from ea_vision.engine.classification import ClassificationConfig
 from ea_vision.engine.optimizer import build_optimizer
-from ea_vision.engine.run import freeze
 from ea_vision.layers import learnable_gates
 from ea_vision.zoo.preparation import image_statistics
 from tests.engine import runner
-from tests.refused import refused
 
 WIDTHS = {"patch_size": 8, "embed_dim": 12, "depth": 3, "num_heads": 3}
 SMALL = {**WIDTHS, "img_size": 16, "num_classes": 3}
@@ -212,8 +210,3 @@ def test_frozen_parts_stay_as_they_began_statistics_included(data, tmp_path, mor
     assert about["std"] == [*std_of_channels]
     assert image_statistics(ea_vision.load(str(second))) == ((0.1, 0.2, 0.3), std_of_channels)
     assert train_cifar.main(argv) == 0, "the same command finds it complete"
-
-
-def test_unknown_names_of_parts_are_refused():
-    with refused("freeze: the model has no 'layer9'; did you mean layer"):
-        freeze(timm.create_model("test_resnet"), ClassificationConfig(freeze="layer9"))

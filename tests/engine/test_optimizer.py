@@ -1,12 +1,13 @@
 """Optimisers: all that timm builds by name, parameter groups and their rates, and restored states."""
 
+import re
 import warnings
 
 import pytest
 import timm
 import torch
 
-import ea_vision  # noqa: F401
+import ea_vision
 from ea_vision.engine.config import TrainConfig, resolve
 from ea_vision.engine.optimizer import build_optimizer, build_schedule, load_optimizer
 from tests.refused import refused
@@ -69,54 +70,42 @@ def test_what_timm_builds_makes_a_step(name):
     assert all(way.any() for way in moved(model, optimizer).values())
 
 
-def scales_of(options, model):
-    """Return the multiple of the rate of each parameter, by its name."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    scales = {}
-    for group in build_optimizer(options, model, 1).param_groups:
-        for parameter in group["params"]:
-            scales[names[id(parameter)]] = group["lr_scale"]
-    return scales
+def evolved(name, *how, **options):
+    return ea_vision.evolve(timm.create_model(name, num_heads=3, **TINY), *how, **options)
 
 
-def test_attention_lr_leaves_learnable_gates_to_gate_lr():
-    model = timm.create_model("ea_vit_tiny_patch16_224", **TINY)
-    scales = scales_of(config(attention_lr=0.5, gate_lr=30), model)
-    expected = {"blocks.1.attn.evolution.alpha": 30, "blocks.1.attn.evolution.beta": 30}
-    for layer in ("blocks.1.attn.evolution.convs.0", "blocks.0.attn.qkv", "blocks.1.attn.qkv"):
-        expected |= {f"{layer}.weight": 0.5, f"{layer}.bias": 0.5}
-    assert {name: scale for name, scale in scales.items() if scale != 1} == expected
-
-
-def test_attention_lr_knows_an_evolved_transformer_of_timms():
-    plain = timm.create_model("vit_small_patch16_dinov3", num_heads=3, **TINY)
-    model = ea_vision.evolve(plain, "ea")
-    scales = scales_of(config(attention_lr=0.5), model)
-    names = {name for name, scale in scales.items() if scale == 0.5}
-    assert names == {name for name in names if ".attn." in name}
-    assert {"blocks.0.attn.qkv.weight", "blocks.1.attn.evolution.convs.0.weight"} <= names
-
-
-def test_attention_lr_has_what_is_added_to_tokens_and_values():
-    options = dict(img_size=32, patch_size=16, embed_dim=48, depth=2, num_heads=3)
-    plain = timm.create_model("vit_small_patch16_224", **options)
-    model = ea_vision.evolve(plain, None, token_conv=True, value_residual=True)
-    scales = scales_of(config(attention_lr=10.0), model)
-    added = {name for name in scales if "token_conv" in name or "value_residual" in name}
-    assert {name.split(".")[2] for name in added} == {"attn", "token_conv"}
-    assert {scales[name] for name in added} == {10.0}
-
-
-@pytest.mark.parametrize("fusion", ["concat", "add"])
-def test_attention_lr_has_all_of_attention_that_is_new(fusion):
+def resnet(fusion):
     narrow = {"layers": (1, 1, 1, 1), "channels": (8, 8, 16, 16)}
-    model = timm.create_model("ea_aa_resnet34", fusion=fusion, **narrow)
-    scales = scales_of(config(attention_lr=10.0), model)
-    names = {name for name, scale in scales.items() if scale == 10}
-    projections = {name for name, _ in model.named_parameters() if ".proj." in name}
-    assert projections & names == (projections if fusion == "add" else set())
-    assert "layer2.0.conv1.qkv.weight" in names
-    assert not any(".conv.weight" in name for name in names)
+    return timm.create_model("ea_aa_resnet34", fusion=fusion, **narrow)
+
+
+EVOLVES = r"qkv\.\w+|evolution\.convs\.0\.\w+"
+
+
+@pytest.mark.parametrize(
+    "model, scaled",
+    [
+        # learnable gates have gate_lr
+        (lambda: timm.create_model("ea_vit_tiny_patch16_224", **TINY), rf"attn\.({EVOLVES})"),
+        (lambda: evolved("vit_small_patch16_dinov3", "ea"), rf"attn\.({EVOLVES}|[qv]_bias)"),
+        (
+            lambda: evolved("vit_small_patch16_224", None, token_conv=True, value_residual=True),
+            r"attn\.(qkv|value_residual)\.\w+|token_conv\..*",
+        ),
+        (lambda: resnet("concat"), rf"{EVOLVES}|\w+_rel"),
+        (lambda: resnet("add"), rf"{EVOLVES}|\w+_rel|proj\.\w+"),
+    ],
+)
+def test_attention_lr_has_all_of_attention_that_is_new(model, scaled):
+    model = model()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    gates = ea_vision.layers.learnable_gates(model)
+    options = {"attention_lr": 0.5, "gate_lr": 30 if gates else 1}
+    for group in build_optimizer(config(**options), model, 1).param_groups:
+        for parameter in group["params"]:
+            name = names[id(parameter)]
+            expected = 0.5 if re.search(rf"\.({scaled})$", name) else 1
+            assert group["lr_scale"] == (30 if name in gates else expected), name
 
 
 @pytest.mark.parametrize("opt", ["sgd", "lookahead_muon"])

@@ -180,21 +180,6 @@ def test_conv2d_convolves_four_dimensions_of_a_map_that_is_not_square(prefix):
     torch.testing.assert_close(above, expected - mixed)
 
 
-@pytest.mark.parametrize("gain", [None, 0.6])
-def test_exclusive_attention_is_its_equation(gain):
-    m = new("xsa", gain=gain)
-    out = maps(1, 2, K, N, 4)
-    values = maps(2, 2, K, N, 4)
-    product = (out * values).sum(-1, keepdim=True)
-    share = product / (values * values).sum(-1, keepdim=True)
-    factor = 1.0 if gain is None else by_head(m.gain)
-    actual = m.mix_output(out, values, None)
-    assert_equation(m, actual, out - factor * share * values, out, values)
-    if gain is None:  # nothing of the own value is left
-        left = (actual * values).sum(-1)
-        assert left.abs().max() < 1e-12
-
-
 @pytest.mark.parametrize("identity", [False, True])
 def test_gated_attention_is_its_equation(identity):
     m = new("gated", channels=5, identity=identity)

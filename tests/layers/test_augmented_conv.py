@@ -133,17 +133,9 @@ def test_gradients_of_normalised_queries_and_keys_are_the_same_in_every_way(layo
         assert (got - wanted).norm() < 0.05 * wanted.norm()
 
 
-@pytest.mark.parametrize("implementation", ["reference", "cpu", "sdpa"])
-def test_every_implementation_normalises(implementation):
-    """sdpa alone computes no maps that evolve."""
-    evolution = None if implementation == "sdpa" else EvolvingAttention(2)
-    prev = torch.randn(2, 2, 16, 16)
-    layer = make(dim_qk=8, qk_norm=True, evolution=evolution, feat_size=(4, 4)).float()
-    x = torch.randn(2, 3, 4, 4)
-    expected = layer(x, prev)[0]
-    with use_implementation(implementation):
-        assert_close(layer(x, prev, need_logits=False)[0], expected)
-    projected = 1e3 * torch.randn(2, 22, 4, 4)  # however large the projection grows
+def test_queries_and_keys_are_normalised_however_large_the_projection_grows():
+    layer = make(dim_qk=8, qk_norm=True, feat_size=(4, 4)).float()
+    projected = 1e3 * torch.randn(2, 22, 4, 4)
     _, k, *_ = layer.heads_of(projected)
     assert_close(k.square().mean(-1), torch.ones(2, 2, 16))
     q, *_ = layer.heads_of(projected.half())  # float16 has no square of 1e3

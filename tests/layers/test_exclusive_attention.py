@@ -1,12 +1,10 @@
-"""Exclusive self-attention: the paper's equation, precisions, zero values, derivatives of every order and mode."""
+"""Exclusive self-attention: the paper's equation in every precision, and values of 0."""
 
 import pytest
 import timm
 import torch
-from torch.testing import assert_close
 
 from ea_vision.layers import create_evolution
-from ea_vision.ops import use_implementation
 
 GAINS = [None, 0.6]
 
@@ -15,10 +13,10 @@ def mechanism(gain, dtype=torch.float64):
     return create_evolution("xsa", 3, gain=gain, dtype=dtype)
 
 
-def inputs(dtype=torch.float64, tokens=5):
+def inputs(dtype):
     """Attention's output and the values."""
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.randn(2, 2, 3, tokens, 4, generator=generator).to(dtype)
+    drawn = torch.randn(2, 2, 3, 5, 4, generator=generator).to(dtype)
     return [x.clone().requires_grad_() for x in drawn]
 
 
@@ -64,16 +62,14 @@ def test_every_precision_is_the_equation(gain, dtype, tolerance):
         assert (one.double() - other).norm() <= tolerance * other.norm()
 
 
-@pytest.mark.parametrize("by", ["reference", "cpu"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_values_of_0_take_nothing_in_any_precision(by, dtype):
+def test_values_of_0_take_nothing_in_any_precision(dtype):
     m = mechanism(0.6, dtype)
     out, values = inputs(dtype)
     with torch.no_grad():
         values[0] = 0
         values[1] *= 1e-3
-    with use_implementation(by):
-        result = results(applied(m), out, values, [m.gain])
+    result = results(applied(m), out, values, [m.gain])
     assert all(x.isfinite().all() for x in result)
     assert torch.equal(result[0][0], out[0])
 
@@ -84,38 +80,3 @@ def test_a_black_image_in_float16():
     for block in model.blocks:
         torch.nn.init.zeros_(block.attn.qkv.bias)
     assert model(torch.zeros(1, 3, 32, 32).half()).isfinite().all()
-
-
-@pytest.mark.parametrize("gain", GAINS)
-def test_second_derivatives(gain):
-    m = mechanism(gain)
-
-    def mixed(out, values, *_):
-        return m.mix_output(out, values, None)
-
-    assert torch.autograd.gradgradcheck(mixed, (*inputs(tokens=2), *m.parameters()))
-
-
-def test_transforms_are_those_of_the_equation():
-    m = mechanism(0.6)
-    out, values = [x.detach() for x in inputs()]
-
-    def all_of_them(function):
-        def loss(out, values):
-            return function(out, values).square().sum()
-
-        return [
-            torch.func.jvp(loss, (out, values), (values, out)),
-            torch.func.hessian(loss, (0, 1))(out[:1, :1, :2], values[:1, :1, :2]),
-            torch.vmap(torch.func.grad(loss))(out, values),
-        ]
-
-    assert_close(all_of_them(applied(m)), all_of_them(equation(m.gain)))
-
-
-def test_compiles_in_one_graph():
-    m = mechanism(0.6)
-    function = applied(m)
-    torch._dynamo.reset()
-    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
-    assert_close(results(compiled, *inputs(), [m.gain]), results(function, *inputs(), [m.gain]))

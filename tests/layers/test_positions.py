@@ -4,13 +4,11 @@ import itertools
 import math
 
 import pytest
-import timm
 import torch
 from timm.layers import build_sincos2d_pos_embed
 from torch.testing import assert_close
 
 from ea_vision.layers import AugmentedConv2d, add_sine, append_coordinates
-from tests.models.zoo import give_gradients, layers_of
 
 D64 = torch.float64
 SIZES = [(3, 5), (6, 2), (1, 4), (1, 1)]
@@ -71,14 +69,3 @@ def test_the_branch_reads_them_at_the_maps_size(position, size, options):
     for _ in range(layer.num_pools):
         pooled = torch.nn.functional.avg_pool2d(pooled, 3, 2, 1, count_include_pad=False)
     assert_close(layer.attend(x, None), plain.attend(placed(pooled, position), None))
-
-
-@pytest.mark.parametrize("position", ["none", "sine", "coord"])
-def test_networks_take_them_by_keyword_at_any_size(position):
-    small = dict(widths=(8, 8, 16, 16), depth=2, num_classes=3)
-    model = timm.create_model("ea_conv_transformer_cifar", **small, position=position)
-    assert {layer.position for layer in layers_of(model)} == {position}
-    assert model(torch.randn(2, 3, 32, 24)).shape == (2, 3)
-    model.set_input_size((24, 40))
-    give_gradients(model, torch.randn(2, 3, 24, 40))
-    assert all(p.grad is not None for p in model.parameters())

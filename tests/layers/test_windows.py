@@ -7,7 +7,7 @@ from torch.testing import assert_close
 
 from ea_vision import ops
 from ea_vision.layers import AugmentedConv2d, EvolvingAttention
-from ea_vision.ops import evolving_attention, use_implementation
+from ea_vision.ops import evolving_attention
 from ea_vision.recorder.recording import recordable_layers
 from tests.layers.oracle import assert_same, offsets, own_logits
 from tests.models.zoo import idle, layers_of
@@ -84,7 +84,6 @@ def test_what_an_implementation_cannot_do_is_named():
     prev = torch.zeros(2, 4, 20, 20, dtype=D64)
     form = {"feat_size": (4, 5), "window": 3, "need_logits": False}
     for by, reason, options in (
-        ("sdpa", "it has no place for previous logits", {"window": None, "prev_logits": prev}),
         ("sdpa", "it does not return logits", {"window": None, "need_logits": True}),
         ("sdpa", "it has no windows", {}),
         ("cpu", "it has no windows of heads", {"head_window": 3}),
@@ -150,8 +149,6 @@ def test_layer_is_the_same_in_every_way(options):
     x = torch.randn(2, 4, 5, 6, dtype=D64)
     y, logits = layer(x)
     assert logits is None
-    with use_implementation("reference"):
-        assert_close(layer(x)[0], y)
     y.square().sum().backward()
     assert idle(layer) == []
     one = make(**{**options, "head_window": 1, "head_border": "clip"})
@@ -179,8 +176,6 @@ def test_every_row_of_a_table_has_a_gradient_and_tables_fit_other_maps():
     assert_close(layer(x), large(x))
     layer.set_feat_size((9, 9))
     assert_close(layer(x), large(x))
-    with use_implementation("reference"):
-        assert_close(layer(x), large(x))
 
 
 def test_maps_evolve_whole_and_the_window_comes_after():

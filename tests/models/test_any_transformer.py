@@ -43,7 +43,6 @@ NAMES = [  # one of each block, attention layer and kind of position
     "cait_xxs24_224",  # talking heads
     "torchvision",
 ]
-generic = pytest.mark.parametrize("name", NAMES[1:])
 KEPT = {"vit_small_patch16_dinov3", "cait_xxs24_224", "torchvision"}
 thorough = pytest.mark.parametrize("name", slow_but(KEPT, NAMES[1:]))
 
@@ -196,28 +195,6 @@ def test_threads_share_a_network():
     assert_close(together, 10 * expected)
 
 
-@pytest.mark.parametrize("hook", ["full_backward_hook", "full_backward_pre_hook"])
-@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "torchvision"])
-def test_hooks_of_the_backward_pass_change_nothing(name, hook):
-    """The hooks make views of a module's tokens, and what a block hands on is found there, too."""
-    model = evolve(create(name), "ea", token_conv=True, value_residual=True).eval()
-    with torch.no_grad():
-        stirred(model)
-    x = images(32, 32)
-    parameters = list(model.parameters())
-    expected = torch.autograd.grad(model(x).square().sum(), parameters)
-    seen = set()
-    blocks = model.encoder.layers if name == "torchvision" else model.blocks
-    for module in (*blocks, *attention_layers(model)):
-        register = getattr(module, f"register_{hook}")
-        register(lambda module, *gradients: seen.add(module))
-    assert_close(torch.autograd.grad(model(x).square().sum(), parameters), expected)
-    assert len(seen) == 6
-    if name != "torchvision":  # it has no gradient checkpointing
-        model.set_grad_checkpointing()
-        assert_close(torch.autograd.grad(model(x).square().sum(), parameters), expected)
-
-
 def stirred(model):
     """Move all parameters of evolutions away from their start."""
     for module in model.modules():
@@ -327,7 +304,7 @@ def test_masks_are_refused_where_maps_evolve():
         naflex(torch.randn(2, 4, 8 * 8 * 3), coordinates, torch.ones(2, 4, dtype=torch.bool))
 
 
-@generic
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", ["ea", "talking_heads"])
 @torch.no_grad()
 def test_recorded_maps_weigh_the_values(name, kind):

@@ -8,13 +8,14 @@ import pickle
 import pytest
 import timm
 import torch
+import torchvision
 from torch import nn
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from ea_vision import evolve
 from ea_vision.layers import attention_layers
-from tests.models.zoo import images, woken
+from tests.models.zoo import TINY, images, woken
 from tests.refused import refused
 
 transformers = pytest.importorskip("transformers")
@@ -34,8 +35,12 @@ def resnet():
 
 
 def vit():
-    tiny = dict(img_size=32, patch_size=8, embed_dim=48, depth=3, num_heads=3, num_classes=5)
-    return evolve(timm.create_model("vit_tiny_patch16_224", **tiny), "ea", value_residual=True)
+    return evolve(timm.create_model("vit_tiny_patch16_224", **TINY), "ea", value_residual=True)
+
+
+def torchvisions():
+    plain = torchvision.models.VisionTransformer(32, 8, 3, 3, 48, 96, num_classes=5)
+    return evolve(plain, "ea", value_residual=True)
 
 
 def bert():
@@ -48,6 +53,15 @@ NETWORKS = {
     "resnet": (resnet, lambda: images(64, 64), ("layer2", "layer3")),
     "vit": (vit, images, ("blocks.0", "blocks.1")),
     "bert": (bert, lambda: torch.arange(20).view(2, 10), ("encoder.layer.0", "encoder.layer.1")),
+    "torchvision": (
+        torchvisions,
+        images,
+        ("encoder.layers.encoder_layer_0", "encoder.layers.encoder_layer_1"),
+    ),
+}
+CHECKPOINTING = {
+    "vit": lambda model: model.set_grad_checkpointing(),
+    "bert": lambda model: model.train().gradient_checkpointing_enable({"use_reentrant": False}),
 }
 
 
@@ -86,14 +100,23 @@ class Around(nn.Module):
         return self.module(*args, **kwargs) + 0
 
 
+def gradients_of(output, model):
+    weights = list(model.parameters())
+    return torch.autograd.grad(output.square().sum(), weights, allow_unused=True)
+
+
 @pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.parametrize("change", ["hook", "pre-hook", "wrapper", "sequence"])
+@pytest.mark.parametrize(
+    "change",
+    ["hook", "pre-hook", "wrapper", "sequence", "full_backward_hook", "full_backward_pre_hook"],
+)
 def test_hooks_copies_and_wrappers_between_parts_change_nothing(name, change):
+    """Hooks of the backward pass make views of a module's tokens, also where checkpoints compute them again."""
     model = alive(name)
     x = NETWORKS[name][1]()
     expected = run(model, x)
-    weight = attention_layers(model)[0].qkv.weight if name != "bert" else next(model.parameters())
-    gradient = torch.autograd.grad(expected.square().sum(), weight)[0]
+    gradients = gradients_of(expected, model)
+    seen = set()
     if change == "sequence" and name == "bert":
         return  # transformers calls a block with keywords, which nn.Sequential does not take
     for path in NETWORKS[name][2]:
@@ -102,11 +125,19 @@ def test_hooks_copies_and_wrappers_between_parts_change_nothing(name, change):
             part.register_forward_hook(lambda module, args, y: y * 1.0)
         elif change == "pre-hook":
             part.register_forward_pre_hook(lambda module, args: (args[0].clone(), *args[1:]))
+        elif "backward" in change:
+            layers = [] if name == "resnet" else attention_layers(part)
+            for module in (part, *layers):
+                getattr(module, f"register_{change}")(lambda module, *_: seen.add(module))
         else:
             model.set_submodule(path, Around(part) if change == "wrapper" else nn.Sequential(part))
-    actual = run(model, x)
-    assert_close(actual, expected)
-    assert_close(torch.autograd.grad(actual.square().sum(), weight)[0], gradient)
+    for again in range(2 if "backward" in change and name in CHECKPOINTING else 1):
+        if again:
+            CHECKPOINTING[name](model)
+        actual = run(model, x)
+        assert_close(actual, expected)
+        assert_close(gradients_of(actual, model), gradients)
+    assert len(seen) >= 2 * ("backward" in change)
 
 
 def stages(model):
@@ -187,10 +218,13 @@ def test_kept_features_keep_no_maps():
     assert maps_in_memory({(2, 8, 16, 16)}) == 0
 
 
+@pytest.mark.parametrize("pickled", [False, True])
 @pytest.mark.parametrize("name", ["resnet", "vit"])
-def test_a_copy_runs_inside_a_forward_of_its_original(name):
+def test_a_copy_runs_inside_a_forward_of_its_original(name, pickled):
     """As a teacher does in a hook of its student: each forward has a store of its own."""
     model = alive(name)
+    if pickled:
+        model = pickle.loads(pickle.dumps(model))
     teacher = copy.deepcopy(model)
     x = NETWORKS[name][1]()
     expected = model(x)
@@ -253,9 +287,8 @@ def test_a_tensor_of_another_forward_brings_no_maps_of_it(name):
 
 @pytest.mark.parametrize("kind, options", [(None, {"token_conv": "paper"}), ("conv2d", {})])
 def test_a_checkpoint_around_the_whole_network_finds_the_patches(kind, options):
-    tiny = dict(img_size=32, patch_size=8, embed_dim=48, depth=3, num_heads=3, num_classes=5)
     torch.manual_seed(0)
-    model = evolve(timm.create_model("vit_tiny_patch16_224", **tiny), kind, **options)
+    model = evolve(timm.create_model("vit_tiny_patch16_224", **TINY), kind, **options)
     x = images()
     gradients = []
     for call in (model, lambda x: checkpoint(model, x, use_reentrant=False)):
@@ -265,19 +298,8 @@ def test_a_checkpoint_around_the_whole_network_finds_the_patches(kind, options):
 
 
 @torch.no_grad()
-def test_a_copy_of_a_network_that_was_pickled_has_a_store_of_its_own():
-    model = pickle.loads(pickle.dumps(alive("resnet")))
-    teacher = copy.deepcopy(model)
-    x = images(64, 64)
-    expected = model(x)
-    model.layer2.register_forward_hook(lambda *_: (teacher(x.flip(3)), None)[1])
-    assert_close(model(x), expected)
-
-
-@torch.no_grad()
 def test_the_size_of_an_embedding_alone_is_not_taken_by_other_tokens():
-    tiny = dict(img_size=32, patch_size=8, embed_dim=48, depth=3, num_heads=3, num_classes=5)
-    model = evolve(timm.create_model("vit_tiny_patch16_224", **tiny), token_conv="paper")
+    model = evolve(timm.create_model("vit_tiny_patch16_224", **TINY), token_conv="paper")
     model(images())
     block = next(block for block in model.blocks if block.token_conv is not None)
     with refused("token_conv needs the patches", ValueError):

@@ -236,32 +236,6 @@ def test_evolve_takes_gates_and_layers(keyword):
 
 
 @torch.no_grad()
-def test_by_hand():
-    """The maps of two blocks, computed with timm's own layers and evolved by the papers' equations."""
-    model = tiny(alpha=0.3, beta=0.6, attn_layers=[2], depth=2)
-    x = images()
-    first, second = model.blocks
-    tokens = model.norm_pre(model._pos_embed(model.patch_embed(x)))
-
-    def heads_of(block):
-        projected = block.attn.qkv(block.norm1(tokens))
-        return projected.view(2, 17, 3, 3, 16).permute(2, 0, 3, 1, 4)
-
-    q, k, _ = heads_of(first)
-    prev_logits = q @ k.transpose(-2, -1) / 4
-    tokens = first(tokens)
-    q, k, v = heads_of(second)
-    logits = q @ k.transpose(-2, -1) / 4
-    mixed = 0.3 * prev_logits + 0.7 * logits
-    convolved = second.attn.evolution.convs[0](mixed).relu()
-    evolved = 0.6 * convolved + 0.4 * mixed
-    heads = evolved.softmax(-1) @ v
-    tokens = tokens + second.attn.proj(heads.transpose(1, 2).reshape(2, 17, 48))
-    tokens = tokens + second.mlp(second.norm2(tokens))
-    assert_close(model.forward_features(x), model.norm(tokens), atol=1e-5, rtol=1e-5)
-
-
-@torch.no_grad()
 @pytest.mark.parametrize(
     "options", [dict(alpha=0.4, beta=0.7), dict(evolution="pa", alpha=0.4, num_layers=2)]
 )

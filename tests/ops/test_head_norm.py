@@ -74,15 +74,6 @@ def test_second_derivatives_where_one_of_them_learns(layer, x, name):
         assert_close(have, second())
 
 
-def test_float32_on_the_kernel_refuses_second_derivatives(layer, x):
-    """The attention kernel has no second derivatives and raises an error, with and without the norm."""
-    x = x.float().requires_grad_()
-    loss = loss_of(layer.float())(x)
-    (first,) = torch.autograd.grad(loss, x, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"use_implementation\('reference'\)"):
-        first.sum().backward()
-
-
 @pytest.mark.parametrize("form", [head_norm.by_parts, head_norm.by_rms_norm])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.bfloat16, 1e-2)])
 def test_every_form_is_the_readable_one(form, dtype, tolerance):

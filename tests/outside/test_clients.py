@@ -13,7 +13,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing import assert_close
 
 import ea_vision
-from ea_vision.layers import AugmentedConv2d
 from tests.models.zoo import CHAINED, OUTLINES, TINY, give_gradients, images, lively, sample, woken
 
 RESNETS = ["aa_resnet34", "ea_aa_resnet34", "ea_aa_resnet50"]
@@ -24,21 +23,23 @@ EVOLVING = [
     "ea_aa_wrn28_10_cifar",
     "ea_conv_transformer_cifar",
 ]
+EVOLVED = "evolved transformer"
 
 
 def network(name):
     torch.manual_seed(0)
+    if name == EVOLVED:
+        plain = timm.create_model("vit_tiny_patch16_224", **TINY)
+        return ea_vision.evolve(plain.eval(), start="paper")
     return lively(name, num_classes=5).eval()
 
 
-def evolved_transformer():
-    torch.manual_seed(0)
-    plain = timm.create_model("vit_tiny_patch16_224", **TINY)
-    return ea_vision.evolve(plain.eval(), start="paper")
+def images_for(name):
+    return images() if name == EVOLVED else sample(name)
 
 
 def attention_paths(model):
-    return [path for path, module in model.named_modules() if isinstance(module, AugmentedConv2d)]
+    return [path for path, module in model.named_modules() if hasattr(module, "qkv")]
 
 
 def last_activation(block):
@@ -93,22 +94,17 @@ def test_captums_layer_grad_cam_and_integrated_gradients(name):
     assert_close(attributions.sum((1, 2, 3)), change, atol=0.05, rtol=0.05)
 
 
-@pytest.mark.parametrize("name", [name for name in CHAINED if attention_paths(OUTLINES[name])])
+@pytest.mark.parametrize(
+    "name", [*[name for name in CHAINED if attention_paths(OUTLINES[name])], EVOLVED]
+)
 @torch.no_grad()
 def test_plain_fx_keeps_our_layers_whole(name):
     model = network(name)
-    x = sample(name)
+    x = images_for(name)
     graph = torch.fx.symbolic_trace(model)
     assert_close(graph(x), model(x))
     called = {node.target for node in graph.graph.nodes if node.op == "call_module"}
-    assert set(attention_paths(model)) <= called
-
-
-@torch.no_grad()
-def test_plain_fx_of_an_evolved_transformer():
-    model = evolved_transformer()
-    x = images()
-    assert_close(torch.fx.symbolic_trace(model)(x), model(x))
+    assert name == EVOLVED or set(attention_paths(model)) <= called
 
 
 @pytest.mark.parametrize("name", RESNETS)
@@ -126,11 +122,11 @@ def test_torchvisions_feature_extractor(name):
     assert_close(features["logits"], model(x))
 
 
-@pytest.mark.parametrize("name", EVOLVING)
+@pytest.mark.parametrize("name", [*EVOLVING, EVOLVED])
 def test_lora_on_the_projections_trains_and_merges(name):
     peft = pytest.importorskip("peft")
     model = network(name)
-    x = sample(name)
+    x = images_for(name)
     expected = model(x)
     paths = [".".join(pair) for pair in product(attention_paths(model), ("qkv", "proj"))]
     config = peft.LoraConfig(r=4, target_modules=paths)
@@ -149,18 +145,6 @@ def test_lora_on_the_projections_trains_and_merges(name):
     merged = tuned.merge_and_unload()
     assert_close(merged(x), y, atol=1e-4, rtol=1e-4)
     assert not any("lora" in n for n, _ in merged.named_parameters())
-
-
-def test_lora_on_an_evolved_transformer():
-    peft = pytest.importorskip("peft")
-    model = evolved_transformer()
-    x = images()
-    expected = model(x)
-    config = peft.LoraConfig(r=4, target_modules=["qkv", "proj"])
-    tuned = peft.get_peft_model(model, config)
-    assert_close(tuned(x), expected)
-    give_gradients(tuned, x)
-    assert all(p.grad.any() for n, p in tuned.named_parameters() if "lora_B" in n)
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
@@ -206,10 +190,10 @@ def test_transformers_timm_wrapper_is_saved_and_loaded(tmp_path):
         assert torch.equal(again(images()).logits, model(images()).logits)
 
 
-@pytest.mark.parametrize("name", ["ea_conv_transformer_cifar", "evolved_transformer"])
+@pytest.mark.parametrize("name", ["ea_conv_transformer_cifar", EVOLVED])
 def test_fully_sharded_gradients_are_the_plain_ones(name, group):
     """FSDP2, of one process."""
-    model = evolved_transformer() if name == "evolved_transformer" else network(name)
+    model = network(name)
     x = images()
     model(x).square().sum().backward()
     expected = {key: parameter.grad for key, parameter in model.named_parameters()}

@@ -2,6 +2,7 @@
 position in the image. Queries are pixels of the input."""
 
 import re
+from functools import partial
 
 import pytest
 import timm
@@ -14,9 +15,9 @@ from tests.recorder.networks import TINY, images, recorded, timms, transformers_
 from tests.refused import refused
 
 
-def dropping():
-    """A network that keeps a quarter of the patches, 4 of 4x4, and the class token."""
-    network = timms("vit_tiny_patch16_224", patch_drop_rate=0.75, **TINY)
+def dropping(rate, **options):
+    """A network that drops patches at random."""
+    network = timms("vit_tiny_patch16_224", patch_drop_rate=rate, **options, **TINY)
     network.patch_drop.train()
     return network
 
@@ -29,24 +30,10 @@ def pruning():
     return network
 
 
-def masked_autoencoder():
-    options = {"num_hidden_layers": 1, "num_attention_heads": 3, "intermediate_size": 32}
-    decoder = {f"decoder_{name}": value for name, value in options.items()}
-    return transformers_model("ViTMAE", decoder_hidden_size=24, **decoder)
-
-
-def dropping_one():
-    """A network that keeps 15 of 4x4 patches and the class token: 16 tokens."""
-    network = timms("vit_tiny_patch16_224", patch_drop_rate=0.06, **TINY)
-    network.patch_drop.train()
-    return network
-
-
-def dropping_two():
-    """A network with two prefix tokens that keeps 14 of 4x4 patches: 16 tokens."""
-    network = timms("vit_tiny_patch16_224", reg_tokens=1, patch_drop_rate=0.12, **TINY)
-    network.patch_drop.train()
-    return network
+def masked_autoencoder(**options):
+    decoder = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 3}
+    options |= {f"decoder_{name}": value for name, value in decoder.items()}
+    return transformers_model("ViTMAE", decoder_intermediate_size=32, **options)
 
 
 def merging_one():
@@ -66,11 +53,11 @@ def shuffling():
 @pytest.mark.parametrize(
     "make, tokens",
     [
-        (dropping, 5),
+        (partial(dropping, 0.75), 5),
         (pruning, 10),
         (masked_autoencoder, 5),
-        (dropping_one, 16),
-        (dropping_two, 16),
+        (partial(dropping, 0.06), 16),  # as many as there are patches
+        (partial(dropping, 0.12, reg_tokens=1), 16),
         (merging_one, 16),
         (shuffling, 17),
     ],
@@ -92,15 +79,12 @@ def test_tokens_that_are_no_grid_have_no_places(make, tokens):
 @pytest.mark.parametrize("ratio", [0.0, 0.75])
 @torch.no_grad()
 def test_a_decoder_puts_the_patches_back_into_their_places(ratio):
-    options = {"num_hidden_layers": 1, "num_attention_heads": 3, "intermediate_size": 32}
-    decoder = {f"decoder_{name}": value for name, value in options.items()}
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    sizes = {"image_size": 32, "patch_size": 8, "hidden_size": 24, "decoder_hidden_size": 24}
-    config = transformers.ViTMAEConfig(**sizes, **options, **decoder, mask_ratio=ratio)
+    config = masked_autoencoder(mask_ratio=ratio).config
     model = transformers.ViTMAEForPreTraining(config).eval()
     with record_attention(model) as maps:
         model(images())
-    encoder, decoder = maps.values()
+    encoder, _, decoder = maps.values()
     assert encoder.layout.placeless
     assert decoder.feat_size == (4, 4)
 

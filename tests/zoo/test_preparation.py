@@ -257,6 +257,9 @@ def test_inputs_are_those_of_every_image_processor(name):
         ("Owlv2ImageProcessor", {}),
         ("CLIPImageProcessor", {"crop_size": {"height": 112, "width": 224}}),
         ("ViTImageProcessor", {"do_resize": False}),
+        ("ViTImageProcessor", {"do_normalize": False}),
+        ("ViTImageProcessor", {"rescale_factor": 1 / 127.5, "image_mean": [1.0] * 3}),
+        ("DeiTImageProcessor", {"size": {"height": 40, "width": 40}}),
         ("GLPNImageProcessor", {}),
         ("MobileViTImageProcessor", {}),  # blue comes first
         ("DetrImageProcessor", {}),  # the input's size is the image's
