@@ -298,10 +298,11 @@ def test_signs_of_logits_survive_greyscale_print(wide):
 
 @pytest.mark.parametrize("scale", SCALES)
 def test_every_bar_of_attention_marks_uniform_attention(wide, scale):
-    figure = draw_heatmap([wide], [[1]], [0], [(3, 5)], MapStyle(scale=scale))
+    figure = draw_heatmap([wide], [[1]], [0], [(3, 5)], MapStyle(scale=scale), width=3.3)
     [bar] = [axes for axes in figure.axes if axes.get_xlabel().startswith("attention")]
     labels = [text.get_text() for text in bar.get_xticklabels()]
     assert labels.count("1") == 1
+    assert len(labels) >= 3
     assert bar.lines[0].get_xdata()[0] == bar.get_xticks()[labels.index("1")]
 
 
@@ -335,8 +336,6 @@ def test_maps_lie_on_what_the_patches_cover(pads):
     recording = image_maps.record(model, photo, recordable_layers(model.model)[:1])
     height, width = covered
     assert recording.img_size == covered
-    for pixel in ((0, 0), (7, 8), (22, 31)):
-        assert recording.cell(1, pixel) == (pixel[0] // 8, pixel[1] // 8)
     whole = model.shown(model.input_of(photo))[:, :height, :width]
     shown = recording.image[:, :30, :39]
     assert torch.equal(shown, whole)
@@ -462,21 +461,6 @@ def test_logits_are_scaled_by_row(wide):
     assert limits[0] != limits[3]
 
 
-def test_several_photos_stand_in_a_row_of_their_own():
-    figure = plot_heatmap(small(), [PHOTO, PHOTO.rotate(90)], "1-3", 0, style="fog")
-    photos = labelled(figure, "photo")
-    assert [axes.get_title() for axes in photos] == ["image 1", "image 2"]
-    [height] = {round(axes.get_position().y0, 6) for axes in photos}
-    assert max(axes.get_position().y0 for axes in tiles_of(figure)) < height
-
-
-@pytest.mark.parametrize("scale", ["layer", "tile", "all"])
-def test_every_colour_bar_has_three_numbers(scale):
-    figure = plot_heatmap(small(), PHOTO, "1-3", 0, width=3.3, scale=scale, queries=[(3, 3)])
-    numbers = [len(axes.get_xticklabels()) for axes in labelled(figure, "<colorbar>")]
-    assert min(numbers) >= 3
-
-
 def test_layers_without_queries_of_pixels_are_passed_over_unless_they_are_named():
     """CaiT's last two layers are class attention; a query cls draws only these two."""
     cait = timm.create_model("cait_xxs24_224", **networks.CAIT)
@@ -534,7 +518,7 @@ def test_normalisation_by_keyword():
     [
         (
             heatmap,
-            "--layers 1,3 --heads 0,mean --queries 2,3 --scale tile --cmap gray --opacity 1",
+            "--layers 1,3 --heads 0,mean --scale tile --cmap gray --opacity 1 --queries 2,3",
             ".png",
             b"\x89PNG",
         ),
@@ -548,9 +532,9 @@ def test_normalisation_by_keyword():
 def test_every_script_writes_its_figure(
     script, options, suffix, held, run, photo, tmp_path, capsys
 ):
-    """SVG and PDF keep text as text, in TrueType fonts: some journals refuse Type 3."""
+    """SVG and PDF keep text as text, in TrueType fonts: some journals refuse Type 3. Images may follow queries."""
     output = tmp_path / "out" / f"figure{suffix}"
-    assert script.main(f"--model {run} {options} -o {output} {photo}".split()) == 0
+    assert script.main(f"--model {run} -o {output} {options} {photo}".split()) == 0
     content = output.read_bytes()
     assert held in content
     assert b"/Type3" not in content
@@ -568,12 +552,6 @@ def test_several_images_stand_side_by_side_or_get_a_file_each(run, photo, tmp_pa
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"photo.png", "1.png", "m.png", "m-photo.png", "m-1.png"}
     assert (tmp_path / "m.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_images_may_follow_queries(run, photo, tmp_path):
-    words = f"--model {run} --layers 1 --heads 0 --dpi 40 --queries 2,3 {photo} -o {tmp_path}/a.png"
-    assert heatmap.main(words.split()) == 0
-    assert (tmp_path / "a.png").exists()
 
 
 def test_no_file_of_several_images_replaces_another():

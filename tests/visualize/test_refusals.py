@@ -178,23 +178,31 @@ torch.nn.init.constant_(next(DIVERGED.parameters()), torch.nan)
         (plot_strip, MODEL, PHOTO, {"through": "time"}, "layers or checkpoints"),
         (plot_strip, ".", PHOTO, {"through": "checkpoints", "change": True}, "through layers"),
         (plot_strip, ".", PHOTO, {"through": "checkpoints"}, "nor snapshots/"),
-        (plot_strip, MODEL, PHOTO, {"heads": [0]}, "plot_strip has no heads: it takes one head"),
-        (plot_strip, MODEL, PHOTO, {"queries": [(1, 1)]}, "plot_strip has no queries"),
-        (plot_matrix, MODEL, PHOTO, {"queries": [(1, 1)]}, "plot_matrix has no queries"),
-        (plot_rollout, MODEL, PHOTO, {"heads": [0]}, "plot_rollout has no heads"),
-        (plot_jacobian, MODEL, PHOTO, {"heads": [0]}, "plot_jacobian has no heads: it averages"),
-        (plot_statistics, MODEL, PHOTO, {"heads": [0]}, "plot_statistics has no heads"),
-        (plot_statistics, MODEL, PHOTO, {"queries": ["all"]}, "plot_statistics has no queries"),
-        (plot_statistics, MODEL, PHOTO, {"style": "fog"}, "no style: it draws numbers"),
-        (plot_statistics, MODEL, PHOTO, {"cmap": "gray"}, "no cmap: it draws numbers"),
-        (plot_matrix, MODEL, PHOTO, {"style": "fog"}, "no style: it draws no photo"),
-        (plot_matrix, MODEL, PHOTO, {"overlay": False}, "no overlay: it draws no photo"),
-        (plot_matrix, MODEL, PHOTO, {"opacity": 0.5}, "no opacity: it draws no photo"),
     ],
 )
 def test_functions_refuse_alike(plot, models, images, options, message):
     with refused(message):
         plot(models, images, **options)
+
+
+OF_OTHER_FIGURES = {"heads": [0], "queries": [(1, 1)], "style": "fog", "cmap": "gray"}
+OF_OTHER_FIGURES |= {"overlay": False, "opacity": 0.5}
+
+
+@pytest.mark.parametrize(
+    "plot, keywords",
+    [
+        (plot_strip, "heads queries"),
+        (plot_matrix, "queries style overlay opacity"),
+        (plot_rollout, "heads"),
+        (plot_jacobian, "heads"),
+        (plot_statistics, "heads queries style cmap"),
+    ],
+)
+def test_keywords_of_other_figures_are_refused_by_name(plot, keywords):
+    for name in keywords.split():
+        with refused(f"{plot.__name__} has no {name}"):
+            plot(MODEL, PHOTO, **{name: OF_OTHER_FIGURES[name]})
 
 
 def test_figures_and_pages_of_a_snapshot_and_a_page_of_the_epochs_of_a_run(run, photo, tmp_path):

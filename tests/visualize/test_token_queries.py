@@ -2,13 +2,11 @@
 
 import numpy as np
 import pytest
-import timm
 import torch
 
 from ea_vision.recorder.quantities import attention_rollout
 from ea_vision.visualize import plot_heads, plot_heatmap, plot_matrix, plot_rollout, plot_strip
-from tests.models.test_vision_transformer import active, lively, tiny
-from tests.models.zoo import TINY
+from tests.models.test_vision_transformer import active, tiny
 from tests.recorder.networks import recorded
 from tests.refused import refused
 
@@ -81,15 +79,3 @@ def test_other_figures_take_a_class_token(seen):
     figure = plot_heatmap({"one": model, "other": model}, image, layers=[3], queries=["cls"])
     assert "mean of heads; query class token" in texts_of(figure)
     assert len(drawn(figure, "cls ")) == 2
-
-
-def test_strip_of_a_network_without_evolution_has_its_layers_in_a_row(seen):
-    model = lively(timm.create_model("vit_tiny_patch16_224", **TINY))
-    figure = plot_strip(model, seen[1], head="mean", query=(9, 9))
-    places = []
-    for number in range(1, TINY["depth"] + 1):
-        places.append(drawn(figure, f"layer {number}")[0].get_position())
-    columns = [place.x0 for place in places]
-    assert len({round(place.y0, 6) for place in places}) == 1
-    assert columns == sorted(set(columns))
-    assert "mean of heads, query y 9, x 9" in texts_of(figure)  # not "of their logits"
