@@ -21,9 +21,9 @@ from ea_vision.base.processes import World
 from ea_vision.data.batches import GrowingSize
 from ea_vision.data.beton import Beton, Evaluated
 from ea_vision.data.ffcv import BetonTrainLoader
+from ea_vision.data.hub_images import HubImages, name_on_hub
 from ea_vision.data.image_files import ImageFiles
 from ea_vision.data.imagenet import ImageEvalLoader, ImageTrainLoader, train_transform
-from ea_vision.data.named_datasets import check_dataset_name, open_dataset
 from ea_vision.data.splits import find_split
 from ea_vision.engine import run
 from ea_vision.engine.classification import ClassificationConfig, ClassificationTrainer
@@ -65,15 +65,11 @@ class ImageNetConfig(StreamConfig, ClassificationConfig):
     output: str = setting("", "the run's own folder; empty: runs/imagenet-MODEL", RUN)
     data_dir: str = setting("", "folder with train and val, folders or tars of classes", DATA)
     dataset: str = option(
-        "",
-        "another data set: torch/NAME of torchvision's, hfds/NAME of Hugging Face's; empty: images",
-        DATA,
+        "", "another data set: hfds/NAME of Hugging Face's; empty: that of data_dir", DATA
     )
-    input_key: str = setting(
-        "", "hfds/NAME: column of the images; empty: image", DATA, goes_with="dataset"
-    )
+    input_key: str = setting("image", "hfds/NAME: column of the images", DATA, goes_with="dataset")
     target_key: str = setting(
-        "", "hfds/NAME: column of the classes; empty: label", DATA, goes_with="dataset"
+        "label", "hfds/NAME: column of the classes", DATA, goes_with="dataset"
     )
     train_beton: str = setting(
         "", "FFCV file of the training images; empty: data_dir is read", DATA
@@ -236,14 +232,14 @@ class ClassFolders(DataModule):
         if beton:
             return Beton(Path(beton), config.num_classes, evaluated)
         if config.dataset:
-            return open_dataset(
+            return HubImages(
                 config.dataset,
                 config.data_dir,
                 split,
                 named,
                 config.num_classes,
-                config.input_key,
-                config.target_key,
+                input_key=config.input_key,
+                target_key=config.target_key,
             )
         return ImageFiles(self._place_of(config, split, named, training), config.num_classes)
 
@@ -273,7 +269,7 @@ class ClassFolders(DataModule):
         if not config.train_beton:
             checked_train_transform(config, config.img_size)
         if config.dataset:
-            check_dataset_name(config.dataset)
+            name_on_hub(config.dataset)
             return
         if not config.train_beton:
             cls._place_of(config, "train", config.train_split, True)
