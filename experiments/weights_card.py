@@ -38,6 +38,7 @@ from ea_vision.zoo.create import load_network
 from ea_vision.zoo.preparation import OPTIONS
 from ea_vision.zoo.source import source_of
 from ea_vision.zoo.weights_file import encode_weights
+from experiments.learning_curves import read_metrics
 
 LARGEST_LOSS = 0.1  # points of top-1 that float16 may cost
 SHOWN_OPTIONS = """
@@ -97,7 +98,7 @@ def read_finished(folder: Path) -> FinishedRun:
         raise UsageError(f"{folder} has not been tested: continue it without --no-test")
     return FinishedRun(
         *run_folder.read_config(folder),
-        run_folder.read_metrics(folder),
+        read_metrics(folder),
         results["eval_split"],
         results["test_best"],
     )

@@ -122,7 +122,7 @@ def shorten(line):
     if command == "heatmap" and {"runs/vit", "runs/photos"} & {*here}:
         here += ["--layers", "2"]
     output = f"out/{LINES.index(line)}"
-    if "--evaluate" in words or "--learning-curves" in words:
+    if "--evaluate" in words:
         more = "--img-size 32" if "folder" in here else ""
     elif not command.startswith("train-"):
         more = SHORTER[command]

@@ -18,5 +18,5 @@ checkpoint      files with all that resuming needs, verified when they are read
 run_folder      the files of a run
 step_log        progress within an epoch: speed.csv, the log, TensorBoard, Weights & Biases
 watch           attention maps after each epoch: entropy and largest probability by layer
-pictures        learning curves of several runs, and the confusion of an evaluation
+pictures        the confusion of an evaluation
 """

@@ -66,27 +66,13 @@ def main(module: type[DataModule], argv: list[str] | None = None) -> int:
         help="test a run's best weights, or a model by name with its pretrained weights or "
         "those of --pretrained-path; report into --output (default: RUN/evaluation)",
     )
-    modes.add_argument(
-        "--learning-curves",
-        metavar="RUN",
-        nargs="+",
-        help="draw loss and accuracy into --output (default: learning_curves.png)",
-    )
     about_check = "check that the options fit together and the data exists, and end"
     modes.add_argument(
         "--check-options", action="store_true", help=about_check if every else SUPPRESS
     )
     given = parse(parser, argv)
     target = given.pop("evaluate", None)
-    runs = given.pop("learning_curves", None)
     only_checked = given.pop("check_options", False)
-    if runs:
-        # matplotlib, which training does without
-        from ea_vision.engine.pictures import write_learning_curves
-
-        output = Path(given.get("output", "learning_curves.png"))
-        write_learning_curves(list(map(Path, runs)), output)
-        return 0
     if target is not None:
         if not target:  # a shell's variable without a value
             raise UsageError("--evaluate needs a run folder or a model, got an empty text")

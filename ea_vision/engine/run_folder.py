@@ -1,6 +1,5 @@
 """The files of a run: config.yaml, metrics.csv, checkpoints, model.safetensors, snapshots, results.json."""
 
-import csv
 import json
 import logging
 import math
@@ -92,24 +91,6 @@ def write_metrics(
     columns = dict.fromkeys(names, math.nan)
     lines = [columns | row for row in rows]
     atomic_write(folder / METRICS, csv_text(lines, list(columns)).encode())
-
-
-def read_metrics(folder: Path) -> dict[str, list[float]]:
-    """Return the columns of metrics.csv as lists of numbers.
-
-    Raises:
-        UsageError: no metrics, or they are damaged.
-    """
-    columns = {}
-    try:
-        rows = csv.reader((folder / METRICS).read_text(encoding="utf-8").splitlines())
-        for name, *column in zip(*rows, strict=True):
-            columns[name] = [float(value) for value in column]
-        if "epoch" not in columns:
-            raise ValueError("no column epoch")
-    except (OSError, ValueError, csv.Error) as error:
-        raise UsageError(f"{folder} is not a run folder: it has no readable {METRICS}") from error
-    return columns
 
 
 # ---- weights and results --------------------------------------------------------------------------------------------

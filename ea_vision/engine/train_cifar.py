@@ -23,7 +23,6 @@ EXAMPLES = """\
   python train_cifar.py --recipe pa_cifar10 --dataset cifar10 --data-dir DIR --device cuda
   python train_cifar.py --model-kwargs alpha=0.3 beta=0.5       # keywords of the model
   python train_cifar.py --evaluate runs/digits-ea_conv_transformer_cifar
-  python train_cifar.py --learning-curves runs/a runs/b --output curves.png
   torchrun --nproc-per-node 4 train_cifar.py --dataset cifar10 --data-dir DIR --device cuda
 """
 

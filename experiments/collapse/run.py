@@ -18,8 +18,8 @@ import torch
 from ea_vision.base.devices import choose_device
 from ea_vision.base.errors import exit_code
 from ea_vision.base.provenance import hardware
-from ea_vision.engine import run_folder
 from experiments import sweep
+from experiments.learning_curves import read_metrics
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "collapse.csv"
 SEEDS = range(5, 15)
@@ -66,7 +66,7 @@ def make(
 
 def maps_of(folder: Path) -> dict[str, float]:
     """Return the entropy of a run's maps over log N and their largest probability, by layer, after its last epoch."""
-    columns = run_folder.read_metrics(folder)
+    columns = read_metrics(folder)
     return {
         name: columns[name][-1] for name in columns if name.startswith(("entropy_", "largest_"))
     }

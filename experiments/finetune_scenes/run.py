@@ -22,7 +22,8 @@ from torch import Tensor
 import ea_vision  # noqa: F401  (registers the models)
 from ea_vision.base.errors import UsageError, exit_code
 from ea_vision.base.files import atomic_write, csv_text
-from ea_vision.engine import run_folder, train_imagenet
+from ea_vision.engine import train_imagenet
+from experiments.learning_curves import read_metrics
 
 SEEDS = 5
 PHOTOS = 500  # of each class
@@ -116,7 +117,7 @@ def test(output: Path, data: Path) -> float:
 
 def row_of(way: str, seed: int, output: Path, top1: float) -> dict[str, str | int | float]:
     """Return the row of a run for experiments.evidence, with the range of each gate after the last epoch."""
-    metrics = run_folder.read_metrics(output)
+    metrics = read_metrics(output)
     ranges = {}
     for name in ("alpha", "beta"):
         last = [values[-1] for path, values in metrics.items() if f".{name}" in path]

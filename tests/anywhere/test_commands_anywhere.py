@@ -100,9 +100,6 @@ def test_a_run_that_was_killed_goes_on(place):
         picture = place / f"{name} ü.png"
         run(name, "--model", folder, *options, "-o", picture, "digits#0", place=place)
         assert picture.stat().st_size > 1000
-    curves = place / "curves ü.png"
-    run("train-cifar", "--learning-curves", folder, "--output", curves, place=place)
-    assert curves.stat().st_size > 1000
 
 
 def test_training_on_a_folder_with_two_workers(place):

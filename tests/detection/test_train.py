@@ -24,6 +24,7 @@ from ea_vision.engine import run_folder  # noqa: E402
 from ea_vision.engine.config import resolve  # noqa: E402
 from ea_vision.zoo.source import source_of  # noqa: E402
 from ea_vision.zoo.weights_file import encode_weights  # noqa: E402
+from experiments.learning_curves import read_metrics, write_learning_curves
 from tests.detection.boxes import make_boxes  # noqa: E402
 from tests.engine import runner  # noqa: E402
 from tests.engine.runner import nothing_truncated, same_result, saved, stopped, words  # noqa: E402
@@ -114,7 +115,7 @@ def test_the_run_folder_has_what_the_other_trainers_write(uninterrupted):
     assert about["measures"] == ["AP", "AP50", "AP75", "APs", "APm", "APl"]
     assert about["category_ids"] == [3, 7, 90]
     assert about["classes"] == ["red", "green", "blue"]
-    metrics = run_folder.read_metrics(uninterrupted)
+    metrics = read_metrics(uninterrupted)
     assert metrics["epoch"] == [1, 2]
     assert metrics["train_loss"][1] < metrics["train_loss"][0]
     results = run_folder.read_results(uninterrupted)
@@ -152,7 +153,7 @@ def test_bfloat16_trains_and_the_curves_are_drawn(data, tmp_path):
     picture = tmp_path / "curves.png"
     more = "--epochs 1 --amp bfloat16 --channels-last --model-ema-decay 0"
     assert train.main(arguments(data, folder, more)) == 0
-    assert train.main(["--learning-curves", str(folder), "--output", str(picture)]) == 0
+    write_learning_curves([folder], picture)
     assert picture.stat().st_size
 
 

@@ -31,6 +31,7 @@ from ea_vision.engine.config import resolve
 from ea_vision.engine.signals import StopRequest
 from ea_vision.engine.train import Trainer
 from ea_vision.zoo.weights_file import read_weights
+from experiments.learning_curves import read_metrics
 
 BN_MODEL = "--model test_resnet --model-kwargs drop_rate=0.2"  # batch statistics and dropout
 GN_MODEL = "--model test_efficientnet_gn --model-kwargs drop_rate=0".split()  # neither
@@ -205,7 +206,7 @@ def end_of(folder):
     """Return the results of a complete run without times."""
     state = saved(folder)
     results = run_folder.read_results(folder)
-    metrics = run_folder.read_metrics(folder)
+    metrics = read_metrics(folder)
     end = {name: state[name] for name in ("model", "ema", "optimizer", "random", "buffers")}
     end |= {name: results[name] for name in ("test_last", "test_best")}
     for name in metrics.keys() - {"images_per_s", "seconds"}:
@@ -249,7 +250,7 @@ def nothing_truncated(folder):
         ("[!.]*.ckpt", checkpoint.read_checkpoint),
         ("[!.]*.safetensors", safetensors.torch.load_file),
         (run_folder.CONFIG, lambda path: run_folder.read_config(path.parent)),
-        (run_folder.METRICS, lambda path: run_folder.read_metrics(path.parent)),
+        (run_folder.METRICS, lambda path: read_metrics(path.parent)),
     ):
         for path in folder.rglob(pattern):
             read(path)

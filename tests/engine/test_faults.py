@@ -23,6 +23,7 @@ from ea_vision.data.on_device import EvalLoader
 from ea_vision.engine import checkpoint, train_cifar, train_imagenet
 from ea_vision.engine.run import enable_checkpointing
 from ea_vision.engine.step_log import StepLog
+from experiments.learning_curves import write_learning_curves
 from tests.data.photos import make_photos
 from tests.engine.runner import (
     after_update,
@@ -455,8 +456,7 @@ def test_checkpoints_of_another_run(old_run, refusal, key, value, message):
 def test_a_run_whose_name_is_no_utf8(old_run, tmp_path, capsys):
     """Figures show such a byte as \\xff."""
     run = old_run.rename(tmp_path / os.fsdecode(b"run\xff"))
-    curves = str(tmp_path / "curves.png")
-    assert commands.main(["train-cifar", "--learning-curves", str(run), "--output", curves]) == 0
+    write_learning_curves([run], tmp_path / "curves.png")
     assert commands.main(["train-cifar", "--evaluate", str(run)]) == 0
     picture = tmp_path / "heatmap.png"
     words = ["heatmap", "--model", str(run), "--layers", "1", "-o", str(picture), "digits#0"]
@@ -475,11 +475,7 @@ def test_a_run_folder_of_another_format_is_one_line(old_run, refusal):
         "a: [",
     ):
         path.write_text(content)
-        for argv in (
-            ["--evaluate", str(old_run)],
-            ["--learning-curves", str(old_run), "--output", "c.png"],
-        ):
-            error = refusal(argv)
-            assert error.startswith(
-                (f"{old_run} must be a run folder of format 1, got ", f"{old_run} is not a run")
-            )
+        error = refusal(["--evaluate", str(old_run)])
+        assert error.startswith(
+            (f"{old_run} must be a run folder of format 1, got ", f"{old_run} is not a run")
+        )

@@ -11,6 +11,7 @@ from ea_vision.engine.classification import ClassificationConfig
 from ea_vision.engine.optimizer import build_optimizer
 from ea_vision.layers import learnable_gates
 from ea_vision.zoo.preparation import image_statistics
+from experiments.learning_curves import read_metrics
 from tests.engine import runner
 
 WIDTHS = {"patch_size": 8, "embed_dim": 12, "depth": 3, "num_heads": 3}
@@ -37,7 +38,7 @@ def arguments(data, output, *more, model="ea_vit_tiny_patch16_224"):
 
 def gates_of(folder):
     """Return the columns of learnable gates, named as in the state dict."""
-    return {name: column for name, column in run_folder.read_metrics(folder).items() if "." in name}
+    return {name: column for name, column in read_metrics(folder).items() if "." in name}
 
 
 def test_gates_are_logged_and_exported(data, tmp_path):

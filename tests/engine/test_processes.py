@@ -17,6 +17,7 @@ import torch
 from ea_vision.engine import checkpoint, run_folder
 from ea_vision.engine import train as training
 from ea_vision.engine.train import Trainer
+from experiments.learning_curves import read_metrics
 from tests.engine.runner import (
     CPU,
     GN_MODEL,
@@ -68,10 +69,10 @@ def test_two_processes_or_two_batches_equal_one_with_twice_the_batch(data, tmp_p
     train(arguments(data, one, *more), keep_start)
     train(arguments(data, two, *more, "--batch-size 4"), size=2)
     train(arguments(data, parts, *more, "--batch-size 4 --grad-accum-steps 2"))
-    first = run_folder.read_metrics(one)
+    first = read_metrics(one)
     for other in (two, parts):
         assert_close(one, other)
-        second = run_folder.read_metrics(other)
+        second = read_metrics(other)
         assert first["step"] == second["step"]
         assert first["top1"] == second["top1"]
         assert first["train_loss"] == pytest.approx(second["train_loss"], rel=1e-4)

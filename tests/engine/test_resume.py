@@ -10,8 +10,9 @@ import torch
 from ea_vision.base.errors import RunError
 from ea_vision.engine import checkpoint, run_folder, train_cifar
 from ea_vision.engine.evaluate import Evaluation
-from ea_vision.engine.pictures import confusion_png, write_learning_curves
+from ea_vision.engine.pictures import confusion_png
 from ea_vision.engine.train import Trainer
+from experiments.learning_curves import read_metrics, write_learning_curves
 from tests.engine.runner import arguments, assert_equal, make_trainer, saved, weights_of
 from tests.refused import refused
 
@@ -53,7 +54,7 @@ def test_a_run_that_goes_on_elsewhere_chooses_its_best_epoch_anew(
     argv = arguments(data, output, f"--epochs {epochs} --resume", str(run / checkpoint.LAST))
     assert train_cifar.main(argv) == 0
     assert "the weights of the best epoch so far, 1, stay beside" in capsys.readouterr().out
-    top1 = run_folder.read_metrics(output)["top1"]
+    top1 = read_metrics(output)["top1"]
     best = 3 if epochs == 3 and top1[2] > top1[1] else 2
     assert run_folder.read_results(output)["test_best"]["epoch"] == best
     assert saved(output, checkpoint.BEST)["progress"]["epoch"] == best
@@ -89,7 +90,7 @@ def test_the_same_command_continues_the_run_that_went_on(
     last = output / checkpoint.LAST
     assert f"resumed from {last}: epoch 2, update 10" in capsys.readouterr().out
     assert saved(output)["config"]["lr"] == 0.02
-    assert run_folder.read_metrics(output)["epoch"] == [1, 2, 3]
+    assert read_metrics(output)["epoch"] == [1, 2, 3]
 
 
 def test_a_damaged_checkpoint_never_replaces_the_good_one_before_it(
@@ -128,8 +129,8 @@ def test_the_learning_rate_of_another_batch_size_is_that_of_the_epoch(run, data,
     more = "--epochs 4 --batch-size 16"
     assert train_cifar.main(arguments(data, tmp_path / "whole", more)) == 0
     assert train_cifar.main(arguments(data, tmp_path / "more", more, "--resume", str(run))) == 0
-    expected = run_folder.read_metrics(tmp_path / "whole")["lr"]
-    assert run_folder.read_metrics(tmp_path / "more")["lr"][2:] == expected[2:]
+    expected = read_metrics(tmp_path / "whole")["lr"]
+    assert read_metrics(tmp_path / "more")["lr"][2:] == expected[2:]
 
 
 def test_another_optimiser_is_refused_and_another_precision_is_not(run, data, tmp_path, refusal):

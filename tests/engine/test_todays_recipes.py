@@ -20,6 +20,7 @@ from ea_vision.data.imagenet import train_transform
 from ea_vision.engine import run_folder, train_imagenet
 from ea_vision.engine.classification import ClassificationTrainer
 from ea_vision.engine.train_imagenet import ImageNetConfig
+from experiments.learning_curves import read_metrics
 from tests.data.photos import make_photos
 from tests.engine import runner
 from tests.engine.runner import error_of, make_trainer, same_result
@@ -81,7 +82,7 @@ def test_each_recipe_trains_through_all_loaders(photos, tmp_path, monkeypatch, k
     monkeypatch.setattr(ClassificationTrainer, "_batch_loss", watched)
     folder = tmp_path / "run"
     assert train_imagenet.main(arguments(photos, kind, recipe, folder)) == 0
-    metrics = run_folder.read_metrics(folder)
+    metrics = read_metrics(folder)
     assert metrics["step"] == [5, 10]
     assert all(0 < loss < 10 for loss in metrics["train_loss"])
     largest = (64, 64) if recipe.startswith("ffcv") else (32, 32)

@@ -14,6 +14,7 @@ from PIL import Image
 
 from ea_vision.detection import train as detection
 from ea_vision.engine import run_folder, train_cifar, train_imagenet
+from experiments.learning_curves import read_metrics, write_learning_curves
 from tests.engine.runner import (
     arguments,
     assert_equal,
@@ -67,7 +68,7 @@ def test_epochs_may_end_inside_one(data, tmp_path, capsys, refusal):
     options = "--epochs 2.6 --opt sgd --lr 0.4 --recipe fast_sgd --cutout 0"
     argv = arguments(data, folder, options)
     train(argv)
-    rows = run_folder.read_metrics(folder)
+    rows = read_metrics(folder)
     assert rows["step"] == [8, 16, 21]
     # after 4 of warm-up, one update before the end
     assert rows["lr"][-1] == pytest.approx(0.4 / (21 - 4), rel=1e-5)
@@ -128,7 +129,7 @@ def test_a_complete_run_has_a_card_of_its_weights(finished):
 def test_a_runs_rows_say_that_they_are_of_one_view(data, tmp_path):
     """--tta of a run is for its later evaluation; its epochs are evaluated by one view of each image."""
     said = train(arguments(data, tmp_path / "run", "--epochs 1 --tta six"))
-    assert run_folder.read_metrics(tmp_path / "run")["views"] == [1.0]
+    assert read_metrics(tmp_path / "run")["views"] == [1.0]
     assert run_folder.read_results(tmp_path / "run")["tta"] == "none"
     assert "by one view" in said
     assert "top5" not in said
@@ -196,20 +197,23 @@ def test_a_run_is_evaluated_without_the_weights_that_it_began_with(data, tmp_pat
 def test_damaged_metrics_are_named(tmp_path, text):
     (tmp_path / "metrics.csv").write_text(text, encoding="utf-8")
     with refused("it has no readable metrics.csv"):
-        run_folder.read_metrics(tmp_path)
+        read_metrics(tmp_path)
 
 
 @pytest.mark.parametrize(
     "line, message",
-    [
-        ("--evaluate {run} --dataset digits --data-dir=", "has 3 classes, the data 10"),
-        ("--learning-curves {run}/evaluation", "not a run folder"),
-        ("--learning-curves {run} --output a.gif", "must end in .png"),
-    ],
+    [("--evaluate {run} --dataset digits --data-dir=", "has 3 classes, the data 10")],
 )
 def test_invalid_uses_of_a_run_are_refused(finished, line, message, refusal):
     (finished / "evaluation").mkdir(exist_ok=True)
     assert message in refusal(line.format(run=finished).split())
+
+
+def test_curves_of_no_run_and_in_another_format_are_refused(finished, tmp_path):
+    with refused("is not a run folder"):
+        write_learning_curves([tmp_path], tmp_path / "curves.png")
+    with refused("must end in .png"):
+        write_learning_curves([finished], tmp_path / "curves.gif")
 
 
 def test_a_run_folder_is_not_overwritten_nor_continued_with_other_options(finished, data, refusal):
@@ -237,8 +241,8 @@ def test_epochs_left_out_of_evaluation_train_the_same(data, tmp_path, refusal):
     assert not (second / "best.ckpt").exists()
     assert "--epochs must be more than 1, got 1" in refusal([*argv, "--epochs", "1"])
     train(argv)
-    expected = run_folder.read_metrics(every)
-    metrics = run_folder.read_metrics(second)
+    expected = read_metrics(every)
+    metrics = read_metrics(second)
     for column in ("top1", "eval_loss"):
         assert math.isnan(metrics[column][0])
         assert metrics[column][1:] == expected[column][1:]
@@ -248,8 +252,7 @@ def test_epochs_left_out_of_evaluation_train_the_same(data, tmp_path, refusal):
     assert results["test_last"] == run_folder.read_results(every)["test_last"]
     assert results["test_best"]["top1"] == max(metrics["top1"][1:])
     picture = tmp_path / "curves.png"
-    argv = f"--learning-curves {every} {second} --output {picture}".split()
-    assert train_cifar.main(argv) == 0
+    write_learning_curves([every, second], picture)
     assert Image.open(picture).size[0] > 1000
 
 
@@ -260,7 +263,7 @@ def test_resume_from_a_named_run(finished, data, tmp_path):
     printed = train(argv)
     assert "lr was 0.001, got 0.0005" in printed
     assert "epochs were 3, now 4" in printed
-    assert run_folder.read_metrics(output)["epoch"] == [1, 2, 3, 4]
+    assert read_metrics(output)["epoch"] == [1, 2, 3, 4]
 
 
 def test_recipe_keywords_a_model_lacks_are_left_out_with_a_notice(data, tmp_path, recipe):

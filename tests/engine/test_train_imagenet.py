@@ -15,6 +15,7 @@ from ea_vision.data import write_ffcv
 from ea_vision.engine import run_folder, train_imagenet
 from ea_vision.engine.preflight import trial_step
 from ea_vision.engine.train_imagenet import ImageNetConfig
+from experiments.learning_curves import read_metrics
 from tests.data.photos import make_photos
 from tests.engine import runner
 from tests.engine.runner import assert_equal, same_result
@@ -129,7 +130,7 @@ def test_a_small_evolving_network_learns_its_images_by_heart(tmp_path):
             f"--workers 0 --device cpu --eval-epochs 16 --data-dir {data} --output {folder}",
         )
     )
-    metrics = run_folder.read_metrics(folder)
+    metrics = read_metrics(folder)
     assert metrics["top1"][-1] > 95
     assert metrics["train_loss"][-1] < 0.1 * metrics["train_loss"][0]
     with safetensors.safe_open(folder / run_folder.WEIGHTS, framework="pt") as weights:

@@ -6,10 +6,11 @@ import pytest
 import timm
 import torch
 
-from ea_vision.engine import run_folder, train_cifar
+from ea_vision.engine import train_cifar
 from ea_vision.engine.classification import ClassificationTrainer
 from ea_vision.engine.watch import MapsWatch
 from ea_vision.recorder.recording import record_attention
+from experiments.learning_curves import read_metrics
 from tests.engine.runner import assert_equal, weights_of, words
 
 VIT = dict(img_size=16, patch_size=4, embed_dim=12, depth=2, num_heads=3, num_classes=3)
@@ -87,7 +88,7 @@ def test_a_run_has_the_columns_and_is_otherwise_as_without(data, tmp_path, monke
             f"--data-dir {data} --output {folder}",
         )
         assert train_cifar.main(argv) == 0
-        return weights_of(folder), run_folder.read_metrics(folder)
+        return weights_of(folder), read_metrics(folder)
 
     weights, watched = run(True)
     plain_weights, plain = run(False)
