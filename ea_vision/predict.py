@@ -4,7 +4,6 @@
     ea-vision predict net.onnx photo.jpg                       # a file of ea-vision export
     ea-vision predict runs/mine photos/ --top 3 --json predictions.json
     ea-vision predict runs/detector photos/ --json results.json --output pictures
-    find photos -name '*.jpg' | ea-vision predict resnet50 - --json -
 
 A run of train-detection finds objects: it prints their names and scores, draws boxes with --output, and writes COCO's
 results with the path as image_id with --json. The command names images that it cannot read, or for which the network
@@ -175,8 +174,7 @@ def main(argv: list[str] | None = None) -> int:
         "images",
         nargs="+",
         metavar="IMAGE",
-        help="image files, folders, digits#N (the Nth test image "
-        "of the digits), or - for paths on standard input, one per line",
+        help="image files, folders, or digits#N (the Nth test image of the digits)",
     )
     parser.add_argument(
         "--top", type=positive, metavar="K", help=f"number of classes per image (default: {TOP})"
@@ -204,16 +202,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     add_options(parser, "--img-size", "--device")
     args = parser.parse_args(argv)
-    if isinstance(sys.stdin, io.TextIOWrapper):
-        # names of files may not be UTF-8
-        sys.stdin.reconfigure(errors="surrogateescape")
-    paths: list[str] = []
-    for word in args.images:
-        if word == "-":
-            paths += [line.rstrip("\r\n") for line in sys.stdin if line.strip()]
-        else:
-            paths.append(word)
-    images = find_images(paths)
+    images = find_images(args.images)
     if args.json not in (None, "-"):
         if Path(args.json).suffix.lower() in IMAGE_SUFFIXES:
             raise UsageError(f"--json must be a file of JSON, got the image {args.json}")

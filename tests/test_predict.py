@@ -1,6 +1,5 @@
 """`ea-vision predict` on files, folders and standard input gives the same classes as timm's own transform."""
 
-import io
 import json
 import os
 import shutil
@@ -56,9 +55,8 @@ def test_classes_are_those_of_timm_s_own_steps(photos, capsys):
         assert shares == pytest.approx(expected_rows, abs=2e-6)
 
 
-def test_paths_from_standard_input_and_a_table(photos, monkeypatch, capsys):
-    monkeypatch.setattr("sys.stdin", io.StringIO(f"{photos / 'b.png'}\n\n{photos / 'a.png'}\n"))
-    assert main([MODEL, "-", "--top", "2"]) == 0
+def test_a_table_in_the_order_of_the_paths(photos, capsys):
+    assert main([MODEL, str(photos / "b.png"), str(photos / "a.png"), "--top", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     likeliest = expected(photos / "b.png", 2)
     shares = [f"{name} {100 * share:.1f}%" for name, share in likeliest.items()]
@@ -79,15 +77,13 @@ def test_a_broken_image_is_named_and_the_others_are_classified(photos, tmp_path,
     assert len(good["classes"]) == 5
 
 
-def test_names_that_are_not_utf8_stop_nothing(photos, tmp_path, monkeypatch, capfd):
+def test_names_that_are_not_utf8_stop_nothing(photos, tmp_path, capfd):
     folder = tmp_path / "photos"
     shutil.copytree(photos, folder)
     strange = os.fsencode(folder) + b"/caf\xe9.png"
     os.rename(os.fsencode(folder / "a.png"), strange)
-    piped = io.BytesIO(strange + b"\n")
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(piped, encoding="utf-8"))
     output = tmp_path / "found.json"
-    command = f"{MODEL} {folder} - --json {output}".split()
+    command = [MODEL, str(folder), os.fsdecode(strange), "--json", str(output)]
     before = sys.stdout.errors
     sys.stdout.reconfigure(errors="strict")
     assert exit_code(lambda: main(command)) == 0
@@ -105,14 +101,12 @@ def test_names_that_are_not_utf8_stop_nothing(photos, tmp_path, monkeypatch, cap
     [
         ([MODEL, "/nowhere.png"], "does not exist"),
         ([MODEL, "n" * 300], "does not exist"),
-        ([MODEL, "-"], "got none"),
         (["ea_conv_transformer_cifr", "digits#0"], "did you mean"),
         (["m" * 300, "digits#0"], "unknown model"),
         (["resnet18_cifar", "digits#0"], "resnet18_cifar has no weights"),
     ],
 )
-def test_bad_input_is_one_line(words, message, monkeypatch, capsys):
-    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+def test_bad_input_is_one_line(words, message, capsys):
     assert message in error_of(main, words, capsys)
 
 

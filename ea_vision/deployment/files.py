@@ -10,7 +10,6 @@ import importlib.util
 import io
 import json
 import logging
-import re
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
@@ -94,22 +93,12 @@ def _onnx_model(program: torch.export.ExportedProgram):
             opset_version=OPSET,
             input_names=["images"],
             output_names=["logits"],
+            dynamic_shapes=({0: "batch"},),
         )
     proto = onnx.model_proto  # created anew on each access
-    graph = proto.graph
-    for node in graph.node:  # these say where in torch's code it was traced
+    for node in proto.graph.node:  # these say where in torch's code it was traced
         del node.metadata_props[:]
-    symbol = _dims(graph.input[0])[0].dim_param
-    for value in (*graph.input, *graph.output, *graph.value_info):
-        for dim in _dims(value):
-            if dim.dim_param:
-                dim.dim_param = re.sub(rf"\b{symbol}\b", "batch", dim.dim_param)
     return proto
-
-
-def _dims(value):
-    """Return the dimensions of an onnx.ValueInfoProto."""
-    return value.type.tensor_type.shape.dim
 
 
 def _digest(data: bytes) -> bytes:

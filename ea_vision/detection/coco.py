@@ -4,7 +4,6 @@ import hashlib
 import json
 import logging
 import os
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -75,36 +74,34 @@ class CocoFolder(Dataset):
         """Return the annotations of each image, without invisible boxes, which are logged."""
         images = {image["id"]: image for image in self.images}
         kept: dict[int, list[dict]] = {number: [] for number in images}
-        problems: Counter[str] = Counter()
+        objects = lost = 0
         first = ""
-        objects = 0
         for row in rows:
             image = images[row["image_id"]]
-            is_object = not row.get("iscrowd", 0)
-            objects += is_object
-            problem = why_unseen(row["bbox"], image) if is_object else ""
-            if not problem:
-                bbox = cut_at_border(row["bbox"], image) if is_object else row["bbox"]
-                area = bbox[2] * bbox[3]
-                kept[image["id"]].append({"area": area, "iscrowd": 0, **row, "bbox": bbox})
-                continue
-            problems[problem] += 1
-            first = first or f"{row['bbox']} of {image['file_name']} ({problem})"
+            bbox = row["bbox"]
+            if not row.get("iscrowd", 0):
+                objects += 1
+                bbox = cut_at_border(bbox, image)
+                # SanitizeBoundingBoxes of torchvision requires the same of training images
+                if min(bbox[2:]) < 1:
+                    lost += 1
+                    first = first or f"{row['bbox']} of {image['file_name']}"
+                    continue
+            area = bbox[2] * bbox[3]
+            kept[image["id"]].append({"area": area, "iscrowd": 0, **row, "bbox": bbox})
         if not objects:
             raise UsageError(
                 f"{len(self)} images of {self.json} must have at least one box that is not a crowd, got none"
             )
-        lost = problems.total()
         if lost == objects:
             raise UsageError(
                 f"boxes of {self.json} must be x, y, width, height in pixels, got {lost} boxes and "
                 f"none is visible in its image, such as {first}: fractions of the image are not pixels"
             )
         if lost:
-            reasons = ", ".join(f"{count} {problem}" for problem, count in problems.items())
             log.warning(
-                f"{self.json}: {lost} of {objects} boxes are left out of training and evaluation: "
-                f"{reasons}; the first: {first}"
+                f"{self.json}: {lost} of {objects} boxes are left out of training and evaluation, since less "
+                f"than a pixel across or down lies in their image; the first: {first}"
             )
         return list(kept.values())
 
@@ -160,25 +157,6 @@ class CocoFolder(Dataset):
         """Return SHA-256 over classes, boxes, and the names and sizes of the images: the same on any disk."""
         content = json.dumps([self.ground_truth(), self._bytes], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()
-
-
-def why_unseen(bbox: Sequence[float], image: Mapping[str, int]) -> str:
-    """Return why a box is not visible, "" if at least a pixel of it is. SanitizeBoundingBoxes of torchvision requires
-    the same of training images.
-
-    Args:
-        bbox: x, y, width, height in pixels. image: has width and height.
-    """
-    x, y, width, height = bbox
-    if width <= 0 or height <= 0:
-        return "without area"
-    across = min(x + width, image["width"]) - max(x, 0)
-    down = min(y + height, image["height"]) - max(y, 0)
-    if across <= 0 or down <= 0:
-        return "outside their image"
-    if across < 1 or down < 1:
-        return "under a pixel wide or high"
-    return ""
 
 
 def cut_at_border(bbox: Sequence[float], image: Mapping[str, int]) -> Sequence[float]:

@@ -1,14 +1,12 @@
 """Evaluate a run, a file of weights, or a model by its name, on a trainer's test images: --evaluate."""
 
 import re
-from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import check_writable
@@ -18,10 +16,9 @@ from ea_vision.engine.config import resolve, trainer_of
 from ea_vision.engine.data_module import DataModule
 from ea_vision.engine.step_log import log_to_stdout
 from ea_vision.models.modes import lay_out
-from ea_vision.zoo.create import DATA_KEYWORDS, create_classifier, load_network
+from ea_vision.zoo.create import DATA_KEYWORDS, load_network
 from ea_vision.zoo.preparation import set_image_statistics
-from ea_vision.zoo.source import CLASSIFICATION, CONFIG, Source, source_of, weights_and_note
-from ea_vision.zoo.weights_file import load_file
+from ea_vision.zoo.source import CLASSIFICATION, CONFIG, Source, source_of
 
 
 def evaluate_target(module: type[DataModule], target: str, given: dict) -> None:
@@ -40,10 +37,10 @@ def evaluate_target(module: type[DataModule], target: str, given: dict) -> None:
         log_to_stdout(world.rank)
         data = module(config, world, training=False)
         data.check()
-        model, note = _network_for(source, data)
+        model, _ = load_network(source)
         if source.kind == CLASSIFICATION:  # a detector normalises images itself
-            set_image_statistics(model, note)
-        data.check_network(model, note, target)
+            set_image_statistics(model, source.note)
+        data.check_network(model, source.note, target)
         name = re.sub(r"[/\\:]", "_", target)
         folder = source.run / "evaluation" if source.is_run else Path("runs", f"evaluation-{name}")
         output = Path(config.output or folder)
@@ -85,9 +82,10 @@ def options_of(schema: type, source: Source, given: dict) -> Any:
         UsageError: the run or the weights are another trainer's, or the options do not fit the source.
     """
     target = source.target
-    if given.get("pretrained_path") and _is_weights(source):
+    if given.get("pretrained_path"):
         raise UsageError(
-            f"--evaluate {target} has weights of its own, got --pretrained-path {given['pretrained_path']}"
+            f"--evaluate takes a file of weights itself, got {target} and --pretrained-path "
+            f"{given['pretrained_path']}"
         )
     if source.weights is None:
         if given.get("model", source.name) != source.name:
@@ -117,27 +115,3 @@ def options_of(schema: type, source: Source, given: dict) -> Any:
     if source.run is None:
         return resolve(schema, {**options, **given})
     return resolve(schema, {"recipe": str(source.run / CONFIG), **given})
-
-
-def _is_weights(source: Source) -> bool:
-    """Return whether a target is a run or a file of weights, not a model by its name."""
-    return source.weights is not None or "pretrained_cfg_overlay" in source.kwargs
-
-
-def _network_for(source: Source, data: DataModule) -> tuple[nn.Module, Mapping[str, Any]]:
-    """Return the network of a source in evaluation mode, and the note of its weights. A model by its name has the
-    weights of --pretrained-path or its own pretrained ones."""
-    config = data.config
-    if _is_weights(source) or not config.pretrained_path:
-        model, _ = load_network(source)
-        return model, source.note
-    path, note = weights_and_note(config.pretrained_path)
-    model, _ = create_classifier(
-        source.name,
-        config.model_kwargs,
-        config.optional_kwargs,
-        num_classes=len(data.classes),
-        img_size=config.img_size,
-    )
-    load_file(model, path)
-    return model.eval(), note

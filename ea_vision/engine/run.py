@@ -63,8 +63,8 @@ def main(module: type[DataModule], argv: list[str] | None = None) -> int:
     modes.add_argument(
         "--evaluate",
         metavar="RUN|MODEL",
-        help="test a run's best weights, or a model by name with its pretrained weights or "
-        "those of --pretrained-path; report into --output (default: RUN/evaluation)",
+        help="test a run's best weights, a file of weights, or a model by name with its pretrained "
+        "ones; report into --output (default: RUN/evaluation)",
     )
     about_check = "check that the options fit together and the data exists, and end"
     modes.add_argument(

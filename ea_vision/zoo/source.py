@@ -204,7 +204,7 @@ def check_model_name(name: str, alternative: str = "") -> None:
     A name may also be hf-hub:OWNER/NAME, which is not looked up here, or local-dir:FOLDER.
 
     Args:
-        alternative: what else the name might be, such as "or run folder "; then folders beside it are matches, too.
+        alternative: what else the name might be, such as "or run folder ".
     """
     prefix, _, place = name.partition(":")
     if prefix == "local-dir" and not Path(place, SAVED).is_file():
@@ -215,14 +215,7 @@ def check_model_name(name: str, alternative: str = "") -> None:
         raise UsageError(
             f"the name of a model is required, got the run {name}: --pretrained-path {name} begins with its weights"
         )
-    folder = Path(name).parent
-    beside = []
-    if alternative and "/" in name:
-        beside = [str(path) for path in folder.glob("*") if path.is_dir()]
-    if beside:
-        near = near_matches(name, beside, f"folders in {folder}")
-    else:
-        near = near_matches(name.split(".")[0], timm.list_models(), "models")
+    near = near_matches(name.split(".")[0], timm.list_models(), "models")
     raise UsageError(f"unknown model {alternative}{name!r}; {near}")
 
 

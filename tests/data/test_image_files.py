@@ -200,7 +200,7 @@ def test_splits_are_found_or_named(photos, tmp_path):
     with refused("must have train/ or train.tar; it does not exist"):
         find_split(photos / "nowhere", "train", or_root=True)
     (tmp_path / "photos.zip").touch()
-    with refused("must have train/ or train.tar; it is a file"):
+    with refused("must have train/ or train.tar"):
         find_split(tmp_path / "photos.zip", "train")
     (tmp_path / "half/train").mkdir(parents=True)
     with refused("must have val/ or val.tar or validation/"):

@@ -11,14 +11,11 @@ from ea_vision.detection.transforms import eval_transform
 from tests.refused import refused
 
 SEEN = [5, 5, 10, 10]
-UNSEEN = {
-    "without area": [[20, 20, 0, 10], [20, 20, -10, -10], [25, 5, -20, 10]],
-    "outside their image": [[500, 500, 10, 10], [40, 0, 10, 10], [-20, 5, 10, 10]],
-    "under a pixel wide or high": [[0.1, 0.1, 0.2, 0.2], [39.5, 5, 10, 10], [5, 5, 0.9, 10]],
-}
-ALL_UNSEEN = []
-for _problem, _boxes in UNSEEN.items():
-    ALL_UNSEEN += [(box, _problem) for box in _boxes]
+UNSEEN = [
+    *([20, 20, 0, 10], [20, 20, -10, -10], [25, 5, -20, 10]),  # without area
+    *([500, 500, 10, 10], [40, 0, 10, 10], [-20, 5, 10, 10]),  # outside
+    *([0.1, 0.1, 0.2, 0.2], [39.5, 5, 10, 10], [5, 5, 0.9, 10]),
+]
 
 
 def folder(root: Path, boxes: list, file_name: str = "a.png") -> CocoFolder:
@@ -33,13 +30,14 @@ def folder(root: Path, boxes: list, file_name: str = "a.png") -> CocoFolder:
     return CocoFolder(root, "val")
 
 
-@pytest.mark.parametrize("box, problem", ALL_UNSEEN)
-def test_what_training_leaves_out_the_metric_leaves_out(tmp_path, caplog, box, problem):
+@pytest.mark.parametrize("box", UNSEEN)
+def test_what_training_leaves_out_the_metric_leaves_out(tmp_path, caplog, box):
     metrics = pytest.importorskip("ea_vision.detection.evaluate")
     pytest.importorskip("pycocotools")
     data = folder(tmp_path, [SEEN, box])
     [line] = caplog.messages
-    assert f"1 of 2 boxes are left out of training and evaluation: 1 {problem}; the first: " in line
+    assert "1 of 2 boxes are left out of training and evaluation, " in line
+    assert line.endswith(f"the first: {box} of a.png")
     assert len(data[0][1]["boxes"]) == 1
     detection = {"image_id": 1, "category_id": 1, "bbox": SEEN, "score": 0.9}
     assert metrics.coco_metrics(data.ground_truth(), [detection])[0]["AP"] == pytest.approx(100)
@@ -78,10 +76,9 @@ def test_a_json_without_a_box_that_can_be_seen_is_an_error(tmp_path):
         folder(tmp_path, shares)
 
 
-def test_many_are_counted_by_what_is_wrong(tmp_path, caplog):
-    folder(tmp_path, [SEEN, *(box for box, _ in ALL_UNSEEN)])
+def test_many_are_counted(tmp_path, caplog):
+    folder(tmp_path, [SEEN, *UNSEEN])
     assert "9 of 10 boxes" in caplog.text
-    assert "3 without area, 3 outside their image, 3 under a pixel wide or high" in caplog.text
 
 
 def test_a_file_name_may_be_a_path_of_its_own(tmp_path):

@@ -125,7 +125,7 @@ def test_what_cannot_be_loaded(run, tmp_path):
     run_folder.write_weights(run, tiny(num_classes=4).state_dict())
     unknown = "unknown model or run folder 'ea_conv_transformer'.*did you mean ea_conv"
     for target, message in (
-        (tmp_path / "phtos", "did you mean .*/photos"),
+        (tmp_path / "phtos", "unknown model or run folder .*phtos"),
         (tmp_path, "is not a run folder"),
         (tmp_path / "net.pth", "must be a .safetensors file or lie in a run folder.*net.pth"),
         ("ea_conv_transformer", unknown),
