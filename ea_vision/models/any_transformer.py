@@ -197,7 +197,7 @@ def with_separate_biases(attn: nn.Module, x: Tensor) -> Tensor:
     biases = [getattr(attn, name, None) for name in ("q_bias", "k_bias", "v_bias")]
     if biases[0] is None:
         return attn.qkv(x)
-    if getattr(attn, "qkv_bias_separate", False):
+    if getattr(attn, "qkv_bias_separate", False) or type(attn.qkv) is not nn.Linear:  # LoRA
         return attn.qkv(x) + torch.cat(biases)
     return F.linear(x, attn.qkv.weight, torch.cat(biases))
 

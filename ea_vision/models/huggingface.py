@@ -201,7 +201,15 @@ def give(model: nn.Module, mechanisms: Mechanisms) -> None:
     for config in _configurations(model.config):
         for implementation in IMPLEMENTATIONS:
             setattr(config, implementation, LOADER)
-    model.set_attn_implementation(NAME)
+    _attend_by(model, NAME)
+
+
+def _attend_by(model: nn.Module, implementation: str) -> None:
+    """Set a model's attention function, also in layers that keep a configuration of their own (CLIPSeg's decoder)."""
+    model.set_attn_implementation(implementation)
+    for module in model.modules():
+        if inspect_attention.uses_interface(module):
+            module.config._attn_implementation = implementation
 
 
 def _configurations(config: Any) -> list[Any]:
@@ -339,7 +347,8 @@ def _usual_inputs(model: nn.Module) -> dict[str, Tensor]:
     config = model.config
     if model.main_input_name == "pixel_values":
         sides = to_2tuple(getattr(config, "image_size", 64))
-        shape = (1, getattr(config, "num_channels", 3), *sides)
+        frames = getattr(config, "num_frames", 1)  # X-CLIP's are images
+        shape = (frames, getattr(config, "num_channels", 3), *sides)
         return {"pixel_values": torch.empty(shape, dtype=model.dtype, device="meta")}
     words = torch.zeros(1, 8, dtype=torch.long, device="meta")
     names = ["input_ids"]
@@ -416,7 +425,7 @@ def unevolve_huggingface(model: nn.Module) -> nn.Module:
         if isinstance(module, EvolvingBlock):
             del module.token_conv, module.relays, module.attention_config
             _change_class(module, plain_class(type(module)))
-    plain.set_attn_implementation(getattr(plain.config, NAME)["attn_implementation"])
+    _attend_by(plain, getattr(plain.config, NAME)["attn_implementation"])
     delattr(plain.config, NAME)
     for config in _configurations(plain.config):
         for implementation in IMPLEMENTATIONS:

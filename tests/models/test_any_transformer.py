@@ -351,9 +351,17 @@ class LoRA(nn.Linear):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("value_residual", [False, "paper"])
-def test_merging_a_lora_changes_nothing(value_residual):
-    model = plain()
+@pytest.mark.parametrize(
+    "name, value_residual",
+    [
+        ("vit_tiny_patch16_224", False),
+        ("vit_tiny_patch16_224", "paper"),
+        ("beit_base_patch16_224", False),  # biases of its own
+        ("eva02_enormous_patch14_clip_224", False),
+    ],
+)
+def test_merging_a_lora_changes_nothing(name, value_residual):
+    model = create(name)
     for block in model.blocks:
         block.attn.qkv = LoRA(block.attn.qkv)
     evolved = evolve(model, "ea", value_residual=value_residual).eval()

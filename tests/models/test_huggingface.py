@@ -664,6 +664,25 @@ def test_a_mechanism_s_convolution_is_no_patch_embedding(name):
             evolve(model, kind, token_conv=token_conv)
 
 
+@torch.no_grad()
+def test_layers_with_a_configuration_of_their_own_evolve(tmp_path):
+    """CLIPSeg's decoder keeps a copy of the image tower's."""
+    torch.manual_seed(0)
+    small = dict(reduce_dim=16, extract_layers=[0, 1], decoder_num_attention_heads=4)
+    text = dict(TEXT, bos_token_id=0, eos_token_id=2)
+    config = transformers.CLIPSegConfig(text_config=text, vision_config=VISION, **small)
+    plain = transformers.CLIPSegForImageSegmentation(config).eval()
+    ids = torch.randint(3, 50, (2, 9))
+    inputs = {"input_ids": ids, "pixel_values": torch.randn(2, 3, 32, 32)}
+    expected = plain(**inputs).logits
+    evolved = evolve(plain, "ea")
+    assert_close(evolved(**inputs).logits, expected, rtol=0, atol=1e-5)
+    assert torch.equal(unevolve(evolved)(**inputs).logits, expected)
+    lively(evolved).save_pretrained(tmp_path)
+    again = ea_vision.from_pretrained(tmp_path)
+    assert torch.equal(again(**inputs).logits, evolved(**inputs).logits)
+
+
 @pytest.mark.parametrize(
     "name, prefix", [("vit", 1), ("dinov2", 1), ("dinov3", 3), ("siglip", 0), ("clip vision", 1)]
 )
@@ -993,6 +1012,11 @@ def twice():
     return transformers.DiffLlamaModel(config)
 
 
+def frames():
+    """Return X-CLIP's image tower, in which frames attend to each other, too."""
+    return transformers.XCLIPVisionModel(transformers.XCLIPVisionConfig(**VISION, num_frames=2))
+
+
 @pytest.mark.parametrize(
     "create_model, kind, reason",
     [
@@ -1005,6 +1029,7 @@ def twice():
         (partial(pyramid, [1, 1, 1, 1]), "ea", "prev_logits of shape .* required, got"),
         (twice, "residual", "layer 2 of the chain must follow layer 1"),
         (twice, "ea", "layer 2 of the chain must follow layer 1"),
+        (frames, "conv2d", "a grid of 4x4 patches required, got 2 tokens"),
         (partial(build, "t5gemma2"), "ea", "needs a mask that hides only padding"),
     ],
 )
