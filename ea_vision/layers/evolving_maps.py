@@ -86,6 +86,7 @@ class EvolvingMaps(StepByStep):
         need_logits: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the heads' outputs, and the logits if they are needed, else None. Recorders follow this method."""
+        self._check_loaded()
         operands = None
         if forced[-1:] != ["reference"]:
             operands = self._operands(prev_logits)
@@ -102,6 +103,18 @@ class EvolvingMaps(StepByStep):
         return evolving_attention(
             q, k, v, **operands, scale=scale, need_logits=need_logits, dropout_p=dropout_p
         )
+
+    def _check_loaded(self) -> None:
+        """Raise ValueError if parameters that the evolution reads outside of its `forward` are offloaded."""
+        evolution = self.evolution
+        mixes = evolution is not None and (evolution.mixes_attn or evolution.mixes_output)
+        if mixes and is_altered(evolution):
+            if any(parameter.is_meta for parameter in evolution.parameters(recurse=False)):
+                name = type(self).__name__
+                raise ValueError(
+                    f"weights of {type(evolution).__name__} are offloaded while its maps are computed: accelerate "
+                    f"must load those of a layer together, preload_module_classes=[{name!r}]"
+                )
 
     def _operands(self, prev_logits: Tensor | None) -> Operands | None:
         """Return the keywords with which `evolving_attention` computes the evolution.

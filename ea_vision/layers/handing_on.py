@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -71,6 +71,13 @@ class Handed:
     logits: Tensor | None = None
     first_values: Tensor | None = None
     with_gradients: bool = True
+
+    def beside(self, x: Tensor) -> "Handed":
+        """Return the same on a tensor's device: parts of a network may lie on several."""
+        logits, values = (
+            None if maps is None else maps.to(x.device) for maps in (self.logits, self.first_values)
+        )
+        return replace(self, logits=logits, first_values=values)
 
 
 class Relay:
@@ -166,7 +173,7 @@ class Relay:
             )
         if torch.is_grad_enabled():
             self.by_tensor[tensor] = handed  # for a recomputation of the part
-        return handed
+        return handed.beside(x)
 
     def hand_on(self, y: Tensor, handed: Handed) -> None:
         """Hand on what goes with a part's output, unless it is the last part's."""

@@ -148,6 +148,22 @@ def stem(model, x):
     return model.maxpool(model.forward_stem(x))
 
 
+@pytest.mark.parametrize(
+    "name, last", [("resnet", "layer3"), ("vit", "blocks.2"), ("bert", "encoder.layer.2")]
+)
+@torch.no_grad()
+def test_maps_follow_their_tokens_to_another_device(name, last):
+    """The device without numbers stands for a second one."""
+    model = alive(name)
+    part = model.get_submodule(last).to("meta")
+    part.register_forward_pre_hook(lambda _, args: (args[0].to("meta"), *args[1:]))
+    outputs = []
+    part.register_forward_hook(lambda _, args, y: outputs.append(y))
+    part.register_forward_hook(lambda _, args, y: torch.zeros(y.shape))
+    run(model, NETWORKS[name][1]())
+    assert [y.device.type for y in outputs] == ["meta"]
+
+
 @torch.no_grad()
 def test_stages_run_by_hand_on_several_images_in_turns():
     model = alive("resnet")

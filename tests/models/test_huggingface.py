@@ -781,6 +781,23 @@ def test_blocks_with_hooks_of_accelerate_run_their_mechanisms():
     assert torch.equal(unevolve(evolve(plain))(**inputs)[0], create("vit")(**inputs)[0])
 
 
+@pytest.mark.parametrize("kind", ["ea", "mta", "xsa"])
+@torch.no_grad()
+def test_offloaded_weights_of_mechanisms_are_loaded_or_refused(kind):
+    """accelerate loads them for a module's forward alone; those of mta were read from memory that nobody had set."""
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    model = lively(evolve(create("vit"), kind))
+    expected = output(model, "vit")
+    together = {"preload_module_classes": ["SequenceMaps"]}
+    loaded = accelerate.cpu_offload(copy.deepcopy(model), torch.device("cpu"), **together)
+    assert_close(output(loaded, "vit"), expected)
+    one_by_one = accelerate.cpu_offload(model, torch.device("cpu"))
+    if kind == "ea":
+        return assert_close(output(one_by_one, "vit"), expected)
+    with refused(r"offloaded.*preload_module_classes=\['SequenceMaps'\]", ValueError):
+        output(one_by_one, "vit")
+
+
 def test_evolve_never_moves_weights_whatever_implementation_is_forced():
     """Moving quantised weights moves their scales; a copy without numbers runs on the meta device."""
 
