@@ -6,14 +6,11 @@ import runpy
 import shutil
 from pathlib import Path
 
+import nbformat
 import pytest
 from PIL import Image
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-needs = "needs nbclient, nbformat and ipykernel (the extra dev)"
-pytest.importorskip("nbclient", reason=needs)
-pytest.importorskip("ipykernel", reason=needs)
-nbformat = pytest.importorskip("nbformat", reason=needs)
 
 
 @pytest.fixture(scope="module")

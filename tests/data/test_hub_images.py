@@ -1,5 +1,6 @@
 """Data sets of Hugging Face's, by the names of their columns, and invalid names."""
 
+import datasets
 import numpy as np
 import pytest
 
@@ -11,7 +12,6 @@ from tests.refused import refused
 @pytest.fixture
 def hub(tmp_path):
     """Write a data set of two splits, as Parquet, and return its name."""
-    datasets = pytest.importorskip("datasets", reason="needs datasets: pip install datasets")
 
     def write(image="image", label="label", kind=None, **more):
         kind = kind or datasets.ClassLabel(names=["cat", "dog", "ship"])
@@ -28,7 +28,6 @@ def hub(tmp_path):
             table.to_parquet(folder / f"{split}.parquet")
         return f"hfds/{tmp_path / 'data set'}"
 
-    write.datasets = datasets
     write.cache = str(tmp_path / "cache")
     return write
 
@@ -63,7 +62,7 @@ def test_columns_are_named_or_image_and_label(hub, columns):
 
 
 def test_numbers_are_classes_where_their_count_is_given(hub):
-    name = hub(kind=hub.datasets.Value("int64"))
+    name = hub(kind=datasets.Value("int64"))
     with refused("--num-classes is required"):
         HubImages(name, hub.cache, "train")
     images = HubImages(name, hub.cache, "train", "", 3)
@@ -73,7 +72,7 @@ def test_numbers_are_classes_where_their_count_is_given(hub):
 
 
 def test_texts_are_refused_as_classes(hub):
-    name = hub(label="kind", kind=hub.datasets.Value("string"))
+    name = hub(label="kind", kind=datasets.Value("string"))
     with refused("--target-key.* kind .*whole numbers, got .*name 0"):
         HubImages(name, hub.cache, "train", "", 3, target_key="kind")
 

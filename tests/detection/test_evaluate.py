@@ -5,16 +5,14 @@ import math
 import pytest
 import torch
 
-pytest.importorskip("pycocotools", reason="needs pycocotools")
-
-from ea_vision.base.errors import RunError  # noqa: E402
-from ea_vision.base.processes import World  # noqa: E402
-from ea_vision.detection.coco import CocoFolder  # noqa: E402
-from ea_vision.detection.evaluate import MEASURES, DetectionResult, coco_metrics, evaluate  # noqa: E402
-from ea_vision.detection.loaders import BoxEvalLoader  # noqa: E402
-from ea_vision.detection.transforms import eval_transform  # noqa: E402
-from ea_vision.engine.config import TrainConfig  # noqa: E402
-from tests.detection.boxes import box_loader, make_boxes  # noqa: E402
+from ea_vision.base.errors import RunError
+from ea_vision.base.processes import World
+from ea_vision.detection.coco import CocoFolder
+from ea_vision.detection.evaluate import MEASURES, DetectionResult, coco_metrics, evaluate
+from ea_vision.detection.loaders import BoxEvalLoader
+from ea_vision.detection.transforms import eval_transform
+from ea_vision.engine.config import TrainConfig
+from tests.detection.boxes import box_loader, make_boxes
 from tests.refused import refused
 
 TRUTH = {

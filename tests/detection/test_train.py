@@ -12,22 +12,19 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
+import timm
 import torch
 
-pytest.importorskip("pycocotools", reason="needs pycocotools")
-
-import timm  # noqa: E402
-
-from ea_vision.detection import train  # noqa: E402
-from ea_vision.detection.model import create_detector  # noqa: E402
-from ea_vision.engine import run_folder  # noqa: E402
-from ea_vision.engine.config import resolve  # noqa: E402
-from ea_vision.zoo.source import source_of  # noqa: E402
-from ea_vision.zoo.weights_file import encode_weights  # noqa: E402
+from ea_vision.detection import train
+from ea_vision.detection.model import create_detector
+from ea_vision.engine import run_folder
+from ea_vision.engine.config import resolve
+from ea_vision.zoo.source import source_of
+from ea_vision.zoo.weights_file import encode_weights
 from experiments.learning_curves import read_metrics, write_learning_curves
-from tests.detection.boxes import make_boxes  # noqa: E402
-from tests.engine import runner  # noqa: E402
-from tests.engine.runner import nothing_truncated, same_result, saved, stopped, words  # noqa: E402
+from tests.detection.boxes import make_boxes
+from tests.engine import runner
+from tests.engine.runner import nothing_truncated, same_result, saved, stopped, words
 from tests.refused import refused
 
 

@@ -7,6 +7,7 @@ import pytest
 from PIL import Image
 
 from ea_vision.detection.coco import CocoFolder
+from ea_vision.detection.evaluate import coco_metrics
 from ea_vision.detection.transforms import eval_transform
 from tests.refused import refused
 
@@ -32,15 +33,13 @@ def folder(root: Path, boxes: list, file_name: str = "a.png") -> CocoFolder:
 
 @pytest.mark.parametrize("box", UNSEEN)
 def test_what_training_leaves_out_the_metric_leaves_out(tmp_path, caplog, box):
-    metrics = pytest.importorskip("ea_vision.detection.evaluate")
-    pytest.importorskip("pycocotools")
     data = folder(tmp_path, [SEEN, box])
     [line] = caplog.messages
     assert "1 of 2 boxes are left out of training and evaluation, " in line
     assert line.endswith(f"the first: {box} of a.png")
     assert len(data[0][1]["boxes"]) == 1
     detection = {"image_id": 1, "category_id": 1, "bbox": SEEN, "score": 0.9}
-    assert metrics.coco_metrics(data.ground_truth(), [detection])[0]["AP"] == pytest.approx(100)
+    assert coco_metrics(data.ground_truth(), [detection])[0]["AP"] == pytest.approx(100)
     assert data.fingerprint() == folder(tmp_path, [SEEN]).fingerprint()
 
 
@@ -56,8 +55,6 @@ def test_what_training_leaves_out_the_metric_leaves_out(tmp_path, caplog, box):
 )
 def test_the_metric_cuts_boxes_at_the_border_as_training_does(tmp_path, caplog, box, seen):
     """A detector that finds all that can be seen scores 100."""
-    metrics = pytest.importorskip("ea_vision.detection.evaluate")
-    pytest.importorskip("pycocotools")
     data = folder(tmp_path, [box])
     assert not caplog.messages
     [row] = data.ground_truth()["annotations"]
@@ -67,7 +64,7 @@ def test_the_metric_cuts_boxes_at_the_border_as_training_does(tmp_path, caplog, 
     x, y, width, height = seen
     assert trained == [[x, y, x + width, y + height]]
     detection = {"image_id": 1, "category_id": 1, "bbox": seen, "score": 0.9}
-    assert metrics.coco_metrics(data.ground_truth(), [detection])[0]["AP"] == pytest.approx(100)
+    assert coco_metrics(data.ground_truth(), [detection])[0]["AP"] == pytest.approx(100)
 
 
 def test_a_json_without_a_box_that_can_be_seen_is_an_error(tmp_path):

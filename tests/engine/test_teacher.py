@@ -71,16 +71,6 @@ def test_half_of_the_loss_is_the_divergence_from_the_teacher(data, tmp_path):
     assert not any(weight.requires_grad for weight in trainer.teacher.parameters())
 
 
-def test_a_network_is_at_no_distance_from_the_one_with_which_it_begins(data, tmp_path):
-    path = tmp_path / "teacher.safetensors"
-    write_weights(path)
-    begins = {"pretrained_path": str(path), **STATISTICS}
-    trainer, images, targets = begin(data, tmp_path / "run", teacher=str(path), **begins)
-    alone, _, _ = begin(data, tmp_path / "alone", **begins)
-    twice = 2 * trainer._batch_loss(images, targets)
-    torch.testing.assert_close(twice, alone._batch_loss(images, targets), atol=1e-6, rtol=1e-6)
-
-
 def test_a_stopped_run_goes_on_with_its_teacher(data, tmp_path):
     path = tmp_path / "teacher.safetensors"
     write_weights(path)

@@ -8,14 +8,7 @@ import torch
 
 from ea_vision.base.errors import exit_code
 from ea_vision.models.modes import lay_out
-from experiments.benchmark import (
-    baseline_of,
-    cases_of,
-    interleaved,
-    live_network,
-    main,
-    make_parser,
-)
+from experiments.benchmark import baseline_of, interleaved, live_network, main
 from tests.detection.tiny import tiny_run
 
 TINY = "--device cpu --batch-size 2 --img-size 32 --repeats 1 --threads 1"
@@ -136,27 +129,9 @@ def test_bad_input(more, message, capsys, tmp_path):
     assert message in errors.splitlines()[-1]
 
 
-@pytest.mark.parametrize(
-    "name, ways",
-    [
-        ("cnn_cifar", ["chosen"]),
-        ("vit_tiny_patch16_224", ["chosen"]),
-        ("conv_transformer_cifar", ["reference", "chosen"]),
-        ("csan_resnet50", ["reference", "chosen"]),
-    ],
-)
-def test_networks_with_our_attention_have_a_row_per_implementation(name, ways):
-    """A plain network has only the row that ratios refer to; implementations named twice are measured once."""
-    args = make_parser().parse_args(
-        ["--models", name, "--implementation", *"reference chosen".split()]
-    )
-    assert [case.implementation for case in cases_of(args)] == ways
-    args.implementation *= 2
-    assert [case.implementation for case in cases_of(args)] == ways
-
-
 def test_a_row_per_implementation_and_mode(tmp_path, monkeypatch):
-    """A compiled row has the seconds of its first use; a plain network has no choice of implementations."""
+    """A compiled row has the seconds of its first use; a plain network has no choice of implementations; one that is
+    named twice is measured once."""
     compiled = []
 
     def compile(model, **options):
@@ -165,7 +140,7 @@ def test_a_row_per_implementation_and_mode(tmp_path, monkeypatch):
 
     monkeypatch.setattr(torch, "compile", compile)
     names = "--models cnn_cifar ea_conv_transformer_cifar --no-memory"
-    ways = "--implementation chosen reference --compile-mode reduce-overhead"
+    ways = "--implementation chosen reference chosen --compile-mode reduce-overhead"
     rows = run(f"{names} {ways}", tmp_path / "speed.csv")
     pairs = [(row["model"], row["implementation"]) for row in rows]
     plain = ("cnn_cifar", "chosen")

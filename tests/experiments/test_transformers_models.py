@@ -4,8 +4,6 @@ import csv
 
 import pytest
 
-pytest.importorskip("transformers", reason="transformers is not installed")
-
 from experiments.transformers_models import KINDS, RESULTS, rows_of
 from tests.process import ROOT
 

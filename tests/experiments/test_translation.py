@@ -6,8 +6,6 @@ import torch
 from experiments.text import translation
 from tests.experiments.pages import page_says, table
 
-pytest.importorskip("transformers", reason="transformers is not installed")
-
 
 def test_numbers_in_words():
     words = {

@@ -10,7 +10,7 @@ from ea_vision.layers import AugmentedConv2d, EvolvingAttention
 from ea_vision.ops import evolving_attention
 from ea_vision.recorder.recording import recordable_layers
 from tests.layers.oracle import assert_same, offsets, own_logits
-from tests.models.zoo import idle, layers_of
+from tests.models.zoo import layers_of
 from tests.recorder.networks import recorded
 from tests.refused import refused
 
@@ -123,39 +123,11 @@ def make(**options):
     return AugmentedConv2d(4, 16, **options).double()
 
 
-def shapes_of(layer):
-    return {name: parameter.shape for name, parameter in layer.named_parameters()}
-
-
 def attention_seen(layer):
     """The probabilities of all runs from now on."""
     seen = []
     layer.attn_drop.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     return seen
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"window": 3},
-        {"window": (3, 5), "head_window": 3},
-        {"head_window": 3, "head_border": "wrap"},
-        {"window": 3, "head_window": 7, "position": "none"},
-        {"window": 3, "stride": 2, "pool_attention": True},
-    ],
-)
-def test_layer_is_the_same_in_every_way(options):
-    layer = make(**options)
-    x = torch.randn(2, 4, 5, 6, dtype=D64)
-    y, logits = layer(x)
-    assert logits is None
-    y.square().sum().backward()
-    assert idle(layer) == []
-    one = make(**{**options, "head_window": 1, "head_border": "clip"})
-    assert shapes_of(layer) == shapes_of(one)
-    seen = attention_seen(layer)
-    assert_close(layer(x)[0], y)
-    assert_close(seen[0].sum(-1), torch.ones_like(seen[0][..., 0]))  # over pixels and heads
 
 
 def test_every_row_of_a_table_has_a_gradient_and_tables_fit_other_maps():

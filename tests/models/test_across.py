@@ -38,12 +38,6 @@ def mini(**options):
 
 
 @new_kinds
-def test_every_parameter_has_a_gradient_one_step_from_the_identity(kind):
-    model = stepped(evolve(plain(), kind))
-    assert idle(model) == []
-
-
-@new_kinds
 @torch.no_grad()
 def test_paper_starts_are_not_the_plain_network_but_for_mta(kind):
     evolved = fused(evolve(plain(), kind, start="paper"), False)

@@ -9,6 +9,7 @@ import pytest
 import timm
 import torch
 import torchvision
+import transformers
 from torch import nn
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
@@ -18,7 +19,6 @@ from ea_vision.layers import attention_layers
 from tests.models.zoo import TINY, images, woken
 from tests.refused import refused
 
-transformers = pytest.importorskip("transformers")
 TINY_BERT = dict(
     hidden_size=48,
     num_hidden_layers=3,

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -20,16 +21,13 @@ from ea_vision.layers import Evolution, TokenConv
 from ea_vision.layers.sequence_attention import Chain
 from ea_vision.models import huggingface
 from ea_vision.ops import use_implementation
+from experiments.transformers_models import build, working_inputs
 from tests.layers.oracle import map_conv
 from tests.models.test_across import KINDS
 from tests.models.zoo import idle
 from tests.process import ROOT, python
 from tests.refused import refused
 from tests.test_docs import blocks
-
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-
-from experiments.transformers_models import build, working_inputs  # noqa: E402
 
 SMALL = dict(hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=32)
 VISION = dict(SMALL, image_size=32, patch_size=8)

@@ -9,6 +9,7 @@ from itertools import product
 import pytest
 import timm
 import torch
+import transformers
 from torch.distributed.fsdp import fully_shard
 from torch.testing import assert_close
 
@@ -181,7 +182,6 @@ def test_torchinfo_counts_every_parameter():
 
 
 def test_transformers_timm_wrapper_is_saved_and_loaded(tmp_path):
-    transformers = pytest.importorskip("transformers")
     config = transformers.TimmWrapperConfig(architecture="ea_conv_transformer_cifar", num_labels=3)
     model = transformers.TimmWrapperForImageClassification(config).eval()
     model.save_pretrained(tmp_path)

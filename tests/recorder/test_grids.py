@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import timm
 import torch
+import transformers
 from torch import nn
 from torch.testing import assert_close
 
@@ -79,7 +80,6 @@ def test_tokens_that_are_no_grid_have_no_places(make, tokens):
 @pytest.mark.parametrize("ratio", [0.0, 0.75])
 @torch.no_grad()
 def test_a_decoder_puts_the_patches_back_into_their_places(ratio):
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     config = masked_autoencoder(mask_ratio=ratio).config
     model = transformers.ViTMAEForPreTraining(config).eval()
     with record_attention(model) as maps:

@@ -7,13 +7,12 @@ import re
 
 import pytest
 import torch
+import transformers
 from torch.testing import assert_close
 
 from ea_vision import record_attention
 from tests.process import ROOT
 from tests.refused import refused
-
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 LAYERS = dict(encoder_layers=2, decoder_layers=2, encoder_ffn_dim=32, decoder_ffn_dim=32)
 HEADS = dict(encoder_attention_heads=4, decoder_attention_heads=4)

@@ -6,6 +6,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
 from torch.testing import assert_close
 
@@ -178,7 +179,6 @@ def test_language_models_of_transformers(name, queries):
 
 @torch.no_grad()
 def test_a_layer_of_one_tower():
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     small = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 3}
     small["intermediate_size"] = 32
     text = {**small, "vocab_size": 30, "max_position_embeddings": 8}

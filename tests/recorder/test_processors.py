@@ -3,9 +3,9 @@
 import logging
 
 import numpy as np
-import pytest
 import timm
 import torch
+import transformers
 from PIL import Image
 
 import ea_vision
@@ -13,8 +13,6 @@ from ea_vision.zoo.inputs import as_image
 from ea_vision.zoo.loaded import as_loaded
 from tests.recorder.networks import torchvision_vit, transformers_model
 from tests.refused import refused
-
-transformers = pytest.importorskip("transformers")
 
 SQUASHED = transformers.ViTImageProcessor(size={"height": 32, "width": 32})
 

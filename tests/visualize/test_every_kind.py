@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+import transformers
 
 import ea_vision
 from ea_vision.layers import evolution_kinds
@@ -63,7 +64,6 @@ def test_every_kind_of_evolution(kind, transformer):
 
 def test_an_evolving_transformer_of_hugging_face():
     """Its outputs are not tensors; a page shows its likeliest classes."""
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     classifier = transformers.ViTForImageClassification(transformers_model("ViT").config)
     evolving = lively(ea_vision.evolve(classifier, "ea"))
     strip = plot_strip(evolving, PHOTO, layers="1,2")
@@ -151,7 +151,6 @@ def test_class_attention_shows_its_one_query():
 
 def test_cross_attention_of_a_detector():
     """DETR's modules state no number of heads; its learned queries have names, and their keys lie on the photo."""
-    pytest.importorskip("transformers", reason="transformers is not installed")
     from tests.recorder.test_huggingface import create  # which needs it
 
     model = lively(create("DETR"))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+import transformers
 
 from ea_vision.layers import SpatialTransformer
 from ea_vision.predict import predict
@@ -64,7 +65,6 @@ def test_one_image_is_sampled_without_a_list(digits):
 
 
 def test_the_jacobian_of_transformers_models():
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     backbone = transformers_model("ViT")
     classifier = transformers.ViTForImageClassification(backbone.config)
     assert "how much each pixel moves its logit" in texts_of(plot_jacobian(classifier, PHOTO))
@@ -129,7 +129,6 @@ def test_a_network_that_was_looked_at_trains_on(look):
 
 def test_the_jacobian_lies_on_what_the_patches_cover():
     """Patches of 8 pixels do not cover all of 30x39 pixels; the network still takes the whole image."""
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     config = transformers_model("Dinov2", image_size=32, patch_size=8).config
     model = as_model(lively(transformers.Dinov2ForImageClassification(config)))
     model.preparation = replace(model.preparation, size=(30, 39))

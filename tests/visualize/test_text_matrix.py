@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+import transformers
 from matplotlib.image import AxesImage
 
 import ea_vision
@@ -12,7 +13,6 @@ from tests.refused import refused
 from .conftest import small, texts_of
 from .test_layout import problems
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 WORDS = "the cat sat on the warm old mat".split()
 IDS = torch.tensor([[5, 6, 7, 8, 5, 9, 10, 11]])
 WIDTH = {"vocab_size": 32, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}

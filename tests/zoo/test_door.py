@@ -5,6 +5,7 @@ import shutil
 import pytest
 import timm
 import torch
+import transformers
 from PIL import Image
 
 import ea_vision
@@ -86,7 +87,6 @@ def test_preprocess_refuses_networks_of_other_images(channels):
 
 @pytest.mark.parametrize("evolved", [False, True])
 def test_a_folder_of_save_pretrained_is_a_target(evolved, tmp_path, capsys):
-    transformers = pytest.importorskip("transformers")
     config = transformers.ViTConfig(
         hidden_size=24,
         num_hidden_layers=2,

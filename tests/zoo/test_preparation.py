@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+import transformers
 from PIL import Image
 from timm.models import save_for_hf
 from torch import nn
@@ -233,10 +234,6 @@ def test_shipped_networks_for_small_images_see_what_train_cifar_evaluates(photos
 
 def processors():
     """Return the names of all image processors of the installed transformers."""
-    try:
-        import transformers
-    except ImportError:
-        return []
     names = [name for name in dir(transformers) if name.endswith("ImageProcessor")]
     return [name for name in names if name not in ("AutoImageProcessor", "BaseImageProcessor")]
 
@@ -272,7 +269,6 @@ def test_inputs_are_those_of_the_image_processor(name, options):
 
 def check_processor(name, **options):
     """Check the input of a processor; return whether it makes one image of three channels."""
-    transformers = pytest.importorskip("transformers")
     try:
         processor = getattr(transformers, name)(**options)
     except Exception as error:  # it needs more than its defaults
@@ -300,7 +296,6 @@ def check_processor(name, **options):
 @pytest.mark.filterwarnings("ignore")
 def test_figures_show_the_pixels_that_the_network_saw(name):
     """Un-normalised, red before blue; and another mean and std are those of the input."""
-    transformers = pytest.importorskip("transformers")
     processor = getattr(transformers, name)()
     loaded = as_model(nn.Conv2d(3, 4, 3), processor=processor)
     colour = torch.tensor([200.0, 120.0, 40.0]) / 255
