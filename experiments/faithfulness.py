@@ -253,7 +253,7 @@ def attention_source(
         if "class-rollout" in kinds:
             first, *_, last = maps.values()
             batch = model.preparation.normalize(images)
-            add_class_evidence(model.model, batch, maps, classes)
+            add_class_evidence(model.model, batch, maps, classes.tolist())
             scores[f"class rollout{note}"] = looked_at(class_rollout(maps), last, first)
         return scores
 

@@ -6,6 +6,8 @@ network that is recorded. `quantities.class_rollout` takes it through the layers
 * `Generic attention-model explainability` (Chefer, Gur, Wolf 2021) - https://arxiv.org/abs/2103.15679
 """
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from ea_vision.base.errors import UsageError
 from ea_vision.models.modes import evaluating
 from ea_vision.ops import use_implementation
-from ea_vision.recorder.interception import FORMS
+from ea_vision.recorder.interception import FORMS, Hooks
 from ea_vision.recorder.maps import AttentionMaps
 
 EVIDENCE = "class_evidence"  # a part of recorded maps
@@ -31,6 +33,10 @@ class _Follow(TorchFunctionMode):
         super().__init__()
         self.running: list[str] = []
         self.formed: dict[str, tuple[Tensor, Tensor | None]] = {}
+
+    def enter(self, name: str, *_: Any) -> None:
+        """Begin a forward of a layer, as a hook before it."""
+        self.running.append(name)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -49,55 +55,65 @@ class _Follow(TorchFunctionMode):
         return result
 
 
-def add_class_evidence(
-    model: nn.Module, batch: Tensor, maps: AttentionMaps, classes: Tensor | None = None
-) -> Tensor:
-    """Add the part EVIDENCE, (B, K, T, T), to the maps of each recorded layer.
+def class_logits(
+    model: nn.Module, output: Any, classes: Sequence[int] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return a network's logits (B, classes) with gradients, and the class of each image (B,).
 
     Args:
-        model: gives logits (B, classes), or an object with `.logits`.
-        batch: (B, C, H, W), the images of which `maps` were recorded, with all heads.
-        maps: with "attn".
-        classes: (B,), the class of each image; None: the predicted ones.
-
-    Returns:
-        the logits, (B, classes).
+        output: of the network: logits, or an object with `.logits`.
+        classes: one for each image; None: the predicted ones.
 
     Raises:
-        UsageError: a network without such logits or without gradients, a class that it lacks, or a layer whose maps do
-            not act through one softmax.
+        UsageError: there are no such logits, they have no gradients, or they lack a class.
     """
-    follow = _Follow()
-    hooks = []
-    for layer in maps.values():
-        module = model.get_submodule(layer.name)
-        hooks.append(module.register_forward_pre_hook(_entering(follow.running, layer.name)))
-        hooks.append(module.register_forward_hook(lambda *_: follow.running.pop() and None))
-    try:
-        with torch.inference_mode(False), torch.enable_grad(), evaluating(model):
-            x = batch.detach().clone().requires_grad_()
-            with use_implementation("reference"), follow:
-                output = model(x)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    logits = getattr(output, "logits", output)
+    logits = getattr(output, "logits", output)  # transformers' models have them inside
     if not isinstance(logits, Tensor) or logits.ndim != 2 or not logits.requires_grad:
         raise UsageError(
             f"a network that gives logits (images, classes) with gradients is required, got {type(model).__name__}"
         )
     if classes is None:
-        classes = logits.argmax(1)
-    if not 0 <= int(classes.min()) <= int(classes.max()) < logits.shape[1]:
+        return logits, logits.argmax(1)
+    if not 0 <= min(classes) <= max(classes) < logits.shape[1]:
         raise UsageError(
-            f"a class must lie between 0 and {logits.shape[1] - 1}, got {classes.unique().tolist()}"
+            f"a class must lie between 0 and {logits.shape[1] - 1}, got {list(classes)}"
         )
+    return logits, torch.tensor(classes, device=logits.device)
+
+
+def add_class_evidence(
+    model: nn.Module, batch: Tensor, maps: AttentionMaps, classes: Sequence[int] | None = None
+) -> Tensor:
+    """Add the part EVIDENCE, (B, K, T, T), to the maps of each recorded layer.
+
+    Args:
+        model, classes: see `class_logits`.
+        batch: (B, C, H, W), the images of which `maps` were recorded, with all heads.
+        maps: with "attn".
+
+    Returns:
+        the logits, (B, classes).
+
+    Raises:
+        UsageError: see `class_logits`, and a layer whose maps do not act through one softmax.
+    """
+    follow = _Follow()
+    with Hooks() as hooks, torch.inference_mode(False), torch.enable_grad(), evaluating(model):
+        for layer in maps.values():
+            module = model.get_submodule(layer.name)
+            enter = partial(follow.enter, layer.name)
+            hooks.add(module.register_forward_pre_hook, enter)
+            hooks.add(module.register_forward_hook, lambda *_: follow.running.pop())
+        x = batch.detach().clone().requires_grad_()
+        with use_implementation("reference"), follow:
+            output = model(x)
+    logits, numbers = class_logits(model, output, classes)
     without = [str(layer) for layer in maps.values() if layer.name not in follow.formed]
     if without:
         raise UsageError(f"attention layer {without[0]} forms no map with gradients: choose others")
     tensors = [tensor for tensor, _ in follow.formed.values()]
     with torch.enable_grad():
-        total = logits.gather(1, classes[:, None]).sum()
+        total = logits.gather(1, numbers[:, None]).sum()
     gradients = torch.autograd.grad(total, tensors, allow_unused=True)
     for layer, (tensor, value), gradient in zip(
         maps.values(), follow.formed.values(), gradients, strict=True
@@ -114,7 +130,3 @@ def add_class_evidence(
             )
         layer.save(EVIDENCE, (gradient.reshape(attn.shape) * attn).clamp_min(0))
     return logits.detach()
-
-
-def _entering(running: list[str], name: str) -> Any:
-    return lambda *_: running.append(name)

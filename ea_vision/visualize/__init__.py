@@ -38,7 +38,7 @@ __getattr__, __dir__ = import_later(
         "plot_sampling": "ea_vision.visualize.implicit:plot_sampling",
         "plot_statistics": "ea_vision.visualize.statistics:plot_statistics",
         "plot_strip": "ea_vision.visualize.strip:plot_strip",
-        "record": "ea_vision.visualize.image_maps:record",
+        "record": "ea_vision.visualize.figure_request:record",
         "show_page": "ea_vision.visualize.explore:show_page",
     },
 )

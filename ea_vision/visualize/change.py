@@ -14,7 +14,9 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
 from ea_vision.base.errors import UsageError
-from ea_vision.visualize.image_maps import add_own_alone, title_of
+from ea_vision.models.modes import evaluating
+from ea_vision.recorder.quantities import own_alone
+from ea_vision.visualize.figure_request import title_of
 from ea_vision.visualize.map_style import STYLE, MapStyle, map_sheet
 from ea_vision.visualize.sheet import Block, Row, Tile
 from ea_vision.visualize.tiles import (
@@ -32,6 +34,17 @@ from ea_vision.visualize.tiles import (
 )
 
 CHANGE = "change"  # the part: attention minus own alone, in units of uniform attention
+
+
+def add_own_alone(recording: Recording) -> None:
+    """Add the part OWN_ALONE to the maps of evolving layers: their attention without the previous map; see
+    `ea_vision.recorder.quantities.own_alone`. The recording must have all parts and all heads."""
+    for layer in recording.maps.values():
+        module = recording.model.model.get_submodule(layer.name)
+        with evaluating(module):
+            alone = own_alone(layer, module)
+        if alone is not None:
+            layer.save(OWN_ALONE, alone)
 
 
 def draw_change(

@@ -35,12 +35,20 @@ from ea_vision.ops import Size
 from ea_vision.recorder.quantities import total_variation
 from ea_vision.recorder.recording import PARTS, AttentionLayer, LayerMaps, prefix_names
 from ea_vision.recorder.selection import positive
-from ea_vision.visualize.figure_options import DEMO, check_output, loader, make_parser
-from ea_vision.visualize.figure_request import FigureRequest, Layers, Models, only
-from ea_vision.visualize.image_maps import add_own_alone, as_images, before_shares, equation, record
+from ea_vision.visualize.change import add_own_alone
+from ea_vision.visualize.equation import before_shares, equation
+from ea_vision.visualize.figure_options import DEMO, check_output, make_parser, models_of
+from ea_vision.visualize.figure_request import (
+    FigureRequest,
+    Layers,
+    Models,
+    as_images,
+    only,
+    record,
+)
 from ea_vision.visualize.map_style import CHANGE_MAP, SIGNED_MAP, MapStyle, norm_of
 from ea_vision.visualize.rollout import evidence_of
-from ea_vision.visualize.run_epochs import epochs_of, run_label
+from ea_vision.visualize.run_epochs import run_label
 from ea_vision.visualize.tiles import MEAN, OWN_ALONE, Recording, in_fog
 from ea_vision.zoo.inputs import ImageSource, find_images, names_of, read_image
 from ea_vision.zoo.loaded import LoadedModel
@@ -49,7 +57,7 @@ log = logging.getLogger(__name__)
 EXAMPLES = """\
   ea-vision explore --model ea_conv_transformer_cifar -o page.html photo.jpg
   ea-vision explore --model runs/ea --model runs/aa -o page.html cat.png dog.png
-  ea-vision explore --model ea_aa_resnet34 --layers 16-18 --parts attn,logits -o page.html photo.jpg
+  ea-vision explore --model ea_aa_resnet34 --layers 16-18 -o page.html photo.jpg
   ea-vision explore --model runs/ea --through checkpoints -o training.html photo.jpg
 """
 MAX_MODELS = 3
@@ -185,13 +193,11 @@ class Explorer:
         models: one to three.
         layers: one list per model; see `recorder.selection.parse_layers`.
         heads: counted from 0; () means all.
-        parts: some of STORED_PARTS; each layer shows those that it has.
     """
 
     models: Sequence[LoadedModel]
     layers: Sequence[Sequence[AttentionLayer]]
     heads: Sequence[int] = ()
-    parts: Sequence[str] = STORED_PARTS
 
     def describe(self, entry: dict) -> list[dict]:
         """Return one description per model: label, image size (from `entry`, a result of `view`), prefix tokens, kind
@@ -219,10 +225,8 @@ class Explorer:
     def _view(
         self, image: Image.Image, model: LoadedModel, chosen: Sequence[AttentionLayer]
     ) -> dict:
-        alone = OWN_ALONE in self.parts  # computed from all others
-        seen = record(model, image, chosen, PARTS if alone else self.parts)
-        if alone:
-            add_own_alone(seen)
+        seen = record(model, image, chosen, PARTS)
+        add_own_alone(seen)
         prefix = len(prefix_names(model.model))
         layers = seen.maps
         maps = {number: self._arrays(layer, prefix) for number, layer in layers.items()}
@@ -237,8 +241,7 @@ class Explorer:
         elif model.num_classes:
             logits = getattr(seen.output, "logits", seen.output)
             predictions = model.likeliest(logits[0].float().softmax(-1), 3)
-            if alone or "attn" in self.parts:
-                _add_evidence(predictions, seen)
+            _add_evidence(predictions, seen)
         else:
             predictions = []
         photo = (seen.pixels() * 255).round().astype(np.uint8)
@@ -293,7 +296,7 @@ class Explorer:
         heads = self.heads_of(layer)
         arrays = {}
         for part in STORED_PARTS:
-            if part in self.parts and part in layer.recorded():
+            if part in layer.recorded():
                 maps = layer.on_queries_grid(part)[0, heads, :, layer.num_prefix_tokens :]
                 padded = nn.functional.pad(maps.float(), (0, 0, missing, 0))
                 arrays[part] = padded.cpu().numpy()
@@ -304,8 +307,6 @@ class Explorer:
 
 def _sums_to_one(layer: LayerMaps) -> bool:
     """Return whether each query's attention sums to 1: what is missing among the pixels is then the tokens' share."""
-    if layer.attn is None:
-        return False
     sums = layer.attn.float().sum(-1)
     return bool((sums - 1).abs().max() < 0.01)
 
@@ -414,28 +415,25 @@ def build_page(explorer: Explorer, entries: Sequence[dict], epochs: bool = False
 
 
 def make_explorer(
-    models: Models,
-    image: ImageSource,
-    layers: Layers = None,
-    heads: str = "all",
-    parts: str = "all",
-    **preprocessing,
+    models: Models, image: ImageSource, layers: Layers = None, heads: str = "all", **preprocessing
 ) -> Explorer:
-    """Return an explorer of the given layers, heads and parts.
+    """Return an explorer of the given layers and heads.
 
     image: an image of the page, on which the models run, to find their heads and the layers whose queries are pixels.
     """
-    request = FigureRequest(models, layers, heads, **preprocessing)
-    if len(request.models) > MAX_MODELS:
-        raise UsageError(f"a page takes at most {MAX_MODELS} models, got {len(request.models)}")
-    chosen = STORED_PARTS if parts == "all" else parts.split(",")
-    if not set(chosen) <= set(STORED_PARTS):
-        raise UsageError(f"--parts must be all or some of {', '.join(STORED_PARTS)}; got {parts!r}")
+    request = FigureRequest(models, layers, heads, style_fields=(), **preprocessing)
+    check_count(request.models)
     recordings = request.record(image)
     numbers = () if heads == "all" else request.heads(recordings)
     if MEAN in numbers:
         raise UsageError(f"--heads must be numbers or all (the page adds the mean), got {heads!r}")
-    return Explorer(request.models, request.layers, numbers, chosen)
+    return Explorer(request.models, request.layers, numbers)
+
+
+def check_count(models: Sequence[str | LoadedModel]) -> None:
+    """Raise UsageError if a page has no room for so many models."""
+    if len(models) > MAX_MODELS:
+        raise UsageError(f"a page takes at most {MAX_MODELS} models, got {len(models)}")
 
 
 @dataclass
@@ -503,12 +501,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         suffixes=(".html", ".htm"),
     )
     parser.add_argument(
-        "--parts",
-        default="all",
-        metavar="attn,logits|all",
-        help=f"some of {', '.join(STORED_PARTS)} (default: %(default)s)",
-    )
-    parser.add_argument(
         "--max-mb",
         type=positive,
         default=10,
@@ -525,28 +517,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     output = check_output(Path(options.output), options.suffixes)
     paths = find_images(options.images)
-    targets = options.model or DEMO
     epochs = options.through == "checkpoints"
-    if not epochs and len(targets) > MAX_MODELS:
-        raise UsageError(f"--model must be at most {MAX_MODELS} models, got {len(targets)}")
+    if not epochs:
+        check_count(options.model or DEMO)
     pictures = [read_image(path) for path in paths]
-    load = loader(options)
+    jobs = list(zip(names_of(paths), pictures, strict=True))
     if epochs:
         picture = only(pictures, "image")
-        models = epochs_of(targets, load)
+    models = models_of(options)
+    if epochs:
         run = only(list(dict.fromkeys(map(run_label, models))), "run")
-        shown = [replace(models[0], label=run)]
         jobs = [(f"epoch {model.epoch}", picture, [model]) for model in models]
-    else:
-        shown = [load(target) for target in targets]
-        jobs = list(zip(names_of(paths), pictures, strict=True))
-    explorer = make_explorer(shown, pictures[0], options.layers, options.heads, options.parts)
+        models = [replace(models[0], label=run)]
+    explorer = make_explorer(models, pictures[0], options.layers, options.heads)
     page = _page_of(explorer, jobs, epochs).encode()
     size = len(page) / MEGABYTE
     if size > options.max_mb:
         print(
-            f"warning: the page has {size:.1f} MB, more than --max-mb {options.max_mb}; fewer --layers, --heads, "
-            "--parts or images make it smaller",
+            f"warning: the page has {size:.1f} MB, more than --max-mb {options.max_mb}; fewer --layers, --heads or "
+            "images make it smaller",
             file=sys.stderr,
         )
     atomic_write(output, page)

@@ -167,15 +167,18 @@ def _is_image(word: str) -> bool:
     return any(letter in word for letter in "./#") or Path(word).exists()
 
 
-def loader(options: argparse.Namespace) -> Callable[[str], LoadedModel]:
-    """Check that the images exist; return a function that loads a model with these options."""
-    find_images(options.images)
-    return partial(
+def models_of(options: argparse.Namespace) -> list[LoadedModel]:
+    """Load the models of --model; with `--through checkpoints` the epochs of these runs."""
+    load = partial(
         load_model,
         random=options.random,
         img_size=options.img_size,
         device=choose_device(options.device),
     )
+    targets = options.model or DEMO
+    if getattr(options, "through", "") == "checkpoints":
+        return epochs_of(targets, load)
+    return list(map(load, targets))
 
 
 # ---- files: checked before any work, one per image, written atomically ----------------------------------------------
@@ -216,19 +219,15 @@ def run_figure(
     """
     images = find_images(options.images)
     output = check_output(Path(options.output), options.suffixes)
-    targets = options.model or DEMO
-    load = loader(options)
-    if getattr(options, "through", "") == "checkpoints":
-        models = epochs_of(targets, load)
-    else:
-        models = [load(target) for target in targets]
+    models = models_of(options)
     drawn = images[: getattr(options, "limit", None)]
     in_one = together == "always" or (together and len(models) == 1 and len(images) > 1)
     jobs = [drawn] if in_one else drawn
     outputs = [*_outputs(output, jobs), *others]
     check_keeps_images(outputs, images)
     keywords = {name: getattr(options, name) for name in SHARED if name in options}
-    FigureRequest(models, **keywords).points()  # refuses invalid options before any work
+    # refuses layers and queries before any work
+    FigureRequest(models, options.layers, None, keywords.get("queries")).points()
     for path in drawn:  # a broken image ends the command before the first picture
         read_image(path)
     progress = tqdm(jobs, unit="image", disable=len(jobs) == 1 or None)

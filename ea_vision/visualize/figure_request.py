@@ -23,6 +23,7 @@ Invalid arguments raise UsageError (a ValueError), which names what was required
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from numbers import Number
@@ -30,21 +31,28 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from matplotlib.figure import Figure
-from torch import nn
+from PIL import Image
+from torch import Tensor, nn
+from torchvision.transforms.v2.functional import crop
 
+import ea_vision
 from ea_vision.base.errors import UsageError
 from ea_vision.base.figures import check_width
-from ea_vision.recorder.recording import AttentionLayer, LayerMaps
-from ea_vision.recorder.selection import parse_layers, parse_queries
-from ea_vision.visualize.image_maps import AnyImage, as_models, record
-from ea_vision.visualize.map_style import style_of
+from ea_vision.models.modes import evaluating
+from ea_vision.ops import Size
+from ea_vision.recorder.recording import AttentionLayer, AttentionMaps, LayerMaps
+from ea_vision.recorder.selection import numbered, parse_layers, parse_queries
+from ea_vision.visualize.map_style import STYLE_FIELDS, style_of
 from ea_vision.visualize.sheet import TooHigh
 from ea_vision.visualize.tiles import ALL, MEAN, Head, Query, Recording
-from ea_vision.zoo.loaded import LoadedModel
+from ea_vision.zoo.inputs import ImageSource, as_image
+from ea_vision.zoo.loaded import LoadedModel, as_model
 
 log = logging.getLogger(__name__)
 
+AnyImage = ImageSource | Tensor  # see `ea_vision.zoo.loaded.LoadedModel.input_of`
 Model = nn.Module | LoadedModel | str | Path
 Models = Model | Sequence[Model] | Mapping[str, Model]
 Layers = str | int | Sequence[int | str] | None
@@ -104,24 +112,92 @@ def spread(items: Sequence, count: int = MOST_LAYERS) -> list:
     return [items[round(place)] for place in places]
 
 
-def refuse_arguments(figure: str, how: Mapping[str, Any], **reasons: str) -> None:
-    """Raise UsageError if `how` has an argument that a figure lacks.
+def title_of(model: LoadedModel) -> str:
+    """Name a model in a title, with its weights."""
+    if model.weights in model.label:
+        return model.label
+    return f"{model.label}, weights {model.weights}"
+
+
+def as_models(models, **images) -> list[LoadedModel]:
+    """Load one model, several, or a mapping from labels to models; return a list of models with unique labels.
+    **images: see `as_model`."""
+    if isinstance(models, Mapping):
+        loaded = [as_model(model, **images) for model in models.values()]
+        labels = list(models)
+    else:
+        is_one = isinstance(models, (str, Path, nn.Module, LoadedModel))
+        image_list = [models] if is_one else models
+        loaded = [as_model(model, **images) for model in image_list]
+        labels = numbered([model.label for model in loaded])
+    for model, label in zip(loaded, labels, strict=True):
+        model.label = label
+    return loaded
+
+
+def as_images(images: AnyImage | Sequence[AnyImage]) -> list[AnyImage]:
+    """Return a list of one image or several.
+
+    Raises:
+        UsageError: the list is empty.
+    """
+    image_list = list(images) if isinstance(images, (list, tuple)) else [images]
+    if not image_list:
+        raise UsageError("at least one image required, got none")
+    return image_list
+
+
+def record(
+    model: LoadedModel,
+    image: AnyImage,
+    layers: Sequence[AttentionLayer],
+    parts: Sequence[str] = ("attn",),
+) -> Recording:
+    """Run a network on an image, in evaluation mode; see `AnyImage`.
+
+    It does not use torch.inference_mode: tensors that a network caches in a forward (ConViT its distances) must stay
+    usable in training.
 
     Args:
-        figure: name of its function.
-        reasons: by argument, why the figure lacks it.
+        layers: to record; may be empty.
+        parts: some of `ea_vision.recorder.recording.PARTS`; those that none of the layers has are left out.
+
+    Raises:
+        UsageError: none of the layers has any of the parts, or the network refuses the input's size or channels.
     """
-    for name, reason in reasons.items():
-        if name in how:
-            raise UsageError(f"{figure} has no {name}: {reason}")
+    image = as_image(image)
+    x = model.input_of(image)
+    batch = model.batch_of([x])
+    watch = nullcontext(AttentionMaps())
+    if layers:
+        available = set().union(*(layer.parts for layer in layers))
+        present = [part for part in parts if part in available] or parts
+        numbers = [layer.number for layer in layers]
+        watch = ea_vision.record_attention(model.model, numbers, parts=present)
+    try:
+        with evaluating(model.model), torch.no_grad(), watch as maps:
+            output = model.model(batch)
+    except (ValueError, AssertionError) as error:
+        raise UsageError(f"{model.label} on a {x.shape[1]}x{x.shape[2]} input: {error}") from error
+    except RuntimeError as error:
+        model.check_channels(error)
+        raise
+    size = tuple(x.shape[1:])
+    covered = [layer.layout.covered for layer in maps.values() if layer.layout.covered]
+    shown = covered[0] if covered else size
+    photo = model.preparation.photo(image) if isinstance(image, Image.Image) else None
+    if photo is not None and shown != size:
+        photo = _part_of_photo(photo, size, shown)
+    return Recording(model, crop(model.shown(x), 0, 0, *shown), maps, photo, output, batch)
 
 
-def select_layers(layers: Layers, model: LoadedModel, some: bool = False) -> list[AttentionLayer]:
-    """Return a model's layers; by default all of them, or with `some` at most MOST_LAYERS."""
-    if layers is not None:
-        return parse_layers(text_of(layers), model)
-    every_layer = parse_layers("all", model)
-    return spread(every_layer) if some else every_layer
+def _part_of_photo(photo: np.ndarray, size: Size, shown: Size) -> np.ndarray:
+    """Crop a photo (height, width, 3) from the top left, as cropping an input of `size` to `shown` would; where `shown`
+    is larger than `size`, pad it with black."""
+    height = round(shown[0] * photo.shape[0] / size[0])
+    width = round(shown[1] * photo.shape[1] / size[1])
+    channels_first = torch.from_numpy(photo).movedim(2, 0)
+    return crop(channels_first, 0, 0, height, width).movedim(0, 2).numpy()
 
 
 class FigureRequest:
@@ -129,18 +205,20 @@ class FigureRequest:
 
     Args:
         models, layers, heads, queries, width, mean, std, processor, **style: see above; heads None: all and their mean,
-            or with several models the mean alone.
+            or with several models the mean alone. The first four go by position, so that by name they are keywords that
+            the figure lacks.
         some: by default take the layers that `spread` chooses, not all.
+        style_fields: the fields of `MapStyle` that the figure has.
 
     Attributes:
         models: loaded.
-        layers: of each model.
+        layers: of each model, those to draw.
         queries: as they were passed; `points` parses them.
         style: a `MapStyle`.
         width: inches, or None.
 
     Raises:
-        UsageError: layers that a model lacks, or an unknown style.
+        UsageError: layers that a model lacks, a keyword that the figure lacks, or an unknown style.
     """
 
     def __init__(
@@ -149,15 +227,17 @@ class FigureRequest:
         layers: Layers = None,
         heads: Heads = None,
         queries: Queries = None,
+        /,
         *,
         some: bool = False,
+        style_fields: Sequence[str] = STYLE_FIELDS,
         width: float | None = None,
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
         processor: Any = None,
         **style,
     ):
-        self.style = style_of(style)
+        self.style = style_of(style, style_fields)
         self.width = check_width(width)
         if queries is None:
             self.queries = []
@@ -166,10 +246,16 @@ class FigureRequest:
         self.some = some
         self.default_layers = layers is None
         self.models = as_models(models, processor=processor, mean=mean, std=std)
-        self.layers = [select_layers(layers, model, some) for model in self.models]
+        text = ALL if layers is None else text_of(layers)
+        self.selected = [parse_layers(text, model) for model in self.models]
+        self.layers = list(map(self._drawn, self.selected))
         if heads is None:
             heads = MEAN if len(self.models) > 1 else f"{ALL},{MEAN}"
         self.head_text = text_of(heads)
+
+    def _drawn(self, layers: list[AttentionLayer]) -> list[AttentionLayer]:
+        """Return the layers to draw, of those that were selected and have the queries."""
+        return spread(layers) if self.some and self.default_layers else layers
 
     @property
     def numbers(self) -> list[list[int]]:
@@ -177,17 +263,17 @@ class FigureRequest:
         return [[layer.number for layer in layers] for layers in self.layers]
 
     def record(self, image: AnyImage, parts: Sequence[str] = ("attn",)) -> list[Recording]:
-        """Run each model on an image; see `ea_vision.visualize.image_maps.record`. If no layers were named, those that
-        lack the queries are skipped (class attention has no queries of pixels)."""
+        """Run each model on an image; see `record`. If no layers were named, those that lack the queries are skipped
+        (class attention has no queries of pixels)."""
         recordings = []
         for index, model in enumerate(self.models):
             recording = record(model, image, self.layers[index], parts)
             if self.default_layers and not all(map(self._has_queries, recording.maps.values())):
-                layers = select_layers(None, model)
+                layers = self.selected[index]
                 maps = record(model, image, layers).maps
+                asking = [layer for layer in layers if self._has_queries(maps[layer.number])]
                 # if none has the queries, drawing them raises the error
-                layers = [one for one in layers if self._has_queries(maps[one.number])] or layers
-                self.layers[index] = spread(layers) if self.some else layers
+                self.layers[index] = self._drawn(asking or layers)
                 recording = record(model, image, self.layers[index], parts)
             recordings.append(recording)
         return recordings
@@ -223,7 +309,7 @@ class FigureRequest:
         draw = partial(draw, style=self.style, width=self.width)
         if not self.default_layers:
             return draw(*self.numbers)
-        total = max(len(select_layers(None, model)) for model in self.models)
+        total = max(map(len, self.selected))
         for count in range(max(map(len, self.numbers)), 1, -1):
             left_out = f"; {count} of {total} layers: --layers (layers=) chooses others"
             drawn = [spread(numbers, count) for numbers in self.numbers]

@@ -8,8 +8,17 @@ from matplotlib.figure import Figure
 
 from ea_vision.base.errors import UsageError
 from ea_vision.visualize.figure_options import make_parser, run_figure
-from ea_vision.visualize.figure_request import FigureRequest, Heads, Layers, Models, Queries, only
-from ea_vision.visualize.image_maps import AnyImage, as_images, title_of
+from ea_vision.visualize.figure_request import (
+    AnyImage,
+    FigureRequest,
+    Heads,
+    Layers,
+    Models,
+    Queries,
+    as_images,
+    only,
+    title_of,
+)
 from ea_vision.visualize.map_style import STYLE, MapStyle, map_sheet
 from ea_vision.visualize.sheet import Block, Row
 from ea_vision.visualize.tiles import (

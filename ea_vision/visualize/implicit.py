@@ -18,20 +18,24 @@ from torchvision.transforms.v2.functional import crop
 from ea_vision.base.errors import UsageError
 from ea_vision.layers import SpatialTransformer, quadrilateral, sample_affine
 from ea_vision.models.modes import evaluating
+from ea_vision.recorder.class_evidence import class_logits
 from ea_vision.recorder.recording import recordable_layers
+from ea_vision.recorder.selection import parse_layers
 from ea_vision.visualize.figure_request import (
+    AnyImage,
     Layers,
     Model,
-    refuse_arguments,
-    select_layers,
+    as_images,
+    record,
     spread,
+    text_of,
+    title_of,
 )
-from ea_vision.visualize.image_maps import AnyImage, as_images, as_model, record, title_of
 from ea_vision.visualize.map_style import map_sheet, style_of
 from ea_vision.visualize.sheet import Block, Row, Tile, sheet
 from ea_vision.visualize.tiles import QUERY_COLORS, WHITE_RIM, Recording, map_of, photo_of, tile_of
 from ea_vision.zoo.inputs import as_image
-from ea_vision.zoo.loaded import LoadedModel, check_classifies
+from ea_vision.zoo.loaded import LoadedModel, as_model, check_classifies
 
 log = logging.getLogger(__name__)
 
@@ -55,22 +59,9 @@ def input_jacobian(
     with torch.inference_mode(False), torch.enable_grad():
         x = batch.detach().clone().requires_grad_()
         output = model(x)
-        logits = getattr(output, "logits", output)  # transformers' models have them inside
-        if not isinstance(logits, Tensor) or logits.ndim != 2:
-            raise UsageError(
-                f"a network that gives logits (1, classes) is required, got {type(model).__name__}"
-            )
-        if not logits.requires_grad:
-            raise UsageError(
-                f"a network with gradients is required, and {type(model).__name__} computes none"
-            )
-        index = int(logits[0].argmax()) if target is None else target
-        if not 0 <= index < logits.shape[1]:
-            raise UsageError(
-                f"target must be a class from 0 to {logits.shape[1] - 1}, got {target}"
-            )
+        logits, [index] = class_logits(model, output, None if target is None else [target])
         (gradient,) = torch.autograd.grad(logits[0, index], x)
-    return gradient[0].abs().amax(0), index
+    return gradient[0].abs().amax(0), int(index)
 
 
 def plot_jacobian(
@@ -95,8 +86,6 @@ def plot_jacobian(
     Raises:
         UsageError: a class or a layer that the model does not have.
     """
-    why = "it averages them"
-    refuse_arguments("plot_jacobian", style, heads=why, queries=why)
     loaded = as_model(model, mean=mean, std=std, processor=processor)
     look = style_of(style)
     check_classifies(loaded)
@@ -104,10 +93,9 @@ def plot_jacobian(
     if layers is None:
         recording = _with_maps_if_any(loaded, image)
     else:
-        recording = record(loaded, image, select_layers(layers, loaded))
-    batch = loaded.batch_of([loaded.input_of(image)])
+        recording = record(loaded, image, parse_layers(text_of(layers), loaded))
     with evaluating(loaded.model):
-        jacobian, index = input_jacobian(loaded.model, batch, target)
+        jacobian, index = input_jacobian(loaded.model, recording.batch, target)
     name = f"class {index}"
     note = name
     if loaded.classes:

@@ -102,16 +102,19 @@ def is_attention(part: str) -> bool:
     return part.startswith("attn")
 
 
-def style_of(keywords: Mapping[str, Any]) -> MapStyle:
+def style_of(keywords: Mapping[str, Any], fields: Sequence[str] = STYLE_FIELDS) -> MapStyle:
     """Return the style that a figure's keywords set.
 
+    Args:
+        fields: of `MapStyle` that the figure has.
+
     Raises:
-        UsageError: a keyword that is none of the style's, or an invalid value.
+        UsageError: a keyword that the figure lacks, or an invalid value.
     """
-    unknown = [name for name in keywords if name not in STYLE_FIELDS]
+    unknown = [name for name in keywords if name not in fields]
     if unknown:
         raise UsageError(
-            f"figures have no keyword {unknown[0]}; those of the style are {', '.join(STYLE_FIELDS)}"
+            f"this figure has no keyword {unknown[0]}; those of its style are {', '.join(fields) or 'none'}"
         )
     return MapStyle(**keywords)
 

@@ -17,16 +17,17 @@ from ea_vision.ops import Size
 from ea_vision.recorder.recording import PARTS, LayerMaps
 from ea_vision.visualize.figure_options import make_parser, run_figure
 from ea_vision.visualize.figure_request import (
+    AnyImage,
     FigureRequest,
     Heads,
     Layers,
     Models,
     only,
     parse_heads,
-    refuse_arguments,
+    record,
     text_of,
+    title_of,
 )
-from ea_vision.visualize.image_maps import AnyImage, record, title_of
 from ea_vision.visualize.map_style import STYLE, MapStyle, map_sheet, style_of
 from ea_vision.visualize.sheet import Block, Row, Tile
 from ea_vision.visualize.text_matrix import (
@@ -45,6 +46,7 @@ EXAMPLES = """\
   ea-vision matrix --model pa_aa_resnet34 --layers 16 --part conv_logits -o matrix.pdf photo.jpg
 """
 TICKS = 7  # at most, along a side
+STYLE_FIELDS = ("scale", "cmap")
 
 
 def plot_matrix(
@@ -72,15 +74,6 @@ def plot_matrix(
     Raises:
         UsageError: a layer that lacks the part, another number of tokens, or a text without its tokenizer.
     """
-    no_photo = "it draws no photo"
-    refuse_arguments(
-        "plot_matrix",
-        how,
-        queries="it draws all",
-        style=no_photo,
-        overlay=no_photo,
-        opacity=no_photo,
-    )
     if isinstance(model, LayerMaps):
         numbers = parse_heads(text_of(ALL if heads is None else heads), [model])
         if tokens is None:
@@ -91,7 +84,7 @@ def plot_matrix(
             [model.number],
             numbers,
             part,
-            style_of(how),
+            style_of(how, STYLE_FIELDS),
             title=f"layer {model}",
             tokens=tokens_of(tokens),
             width=width,
@@ -104,7 +97,7 @@ def plot_matrix(
         model = LoadedModel(unwrap(model), type(unwrap(model)).__name__, preparation=None)
         heads = MEAN if heads is None else heads
         tokenizer = how.pop("processor", None)
-    request = FigureRequest(model, layers, heads, some=True, **how)
+    request = FigureRequest(model, layers, heads, some=True, style_fields=STYLE_FIELDS, **how)
     loaded = only(request.models, "model")
     [its_layers] = request.layers
     without = [str(layer.number) for layer in its_layers if part not in layer.parts]
@@ -202,7 +195,7 @@ def _row_starts(size: Size, prefix: int) -> np.ndarray:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser(
-        __doc__, EXAMPLES, output="matrix.png", queries=False, style=("scale", "cmap"), some=True
+        __doc__, EXAMPLES, output="matrix.png", queries=False, style=STYLE_FIELDS, some=True
     )
     parser.add_argument(
         "--part", default="attn", choices=PARTS, help="what to draw (default: %(default)s)"

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
-import torch
 from matplotlib.figure import Figure
 from torch import nn
 
@@ -21,13 +20,14 @@ from ea_vision.recorder.recording import LayerMaps
 from ea_vision.visualize.figure_options import make_parser, run_figure
 from ea_vision.visualize.figure_request import (
     DIAGONAL,
+    AnyImage,
     FigureRequest,
     Layers,
     Models,
     Queries,
-    refuse_arguments,
+    record,
+    title_of,
 )
-from ea_vision.visualize.image_maps import AnyImage, record, title_of
 from ea_vision.visualize.map_style import STYLE, MapStyle, map_sheet
 from ea_vision.visualize.sheet import Block, Row
 from ea_vision.visualize.tiles import (
@@ -69,8 +69,7 @@ def plot_rollout(
     Raises:
         UsageError: a class, a layer or a query that the model does not have.
     """
-    refuse_arguments("plot_rollout", how, heads="it averages them")
-    request = FigureRequest(models, layers, queries=queries, **how)
+    request = FigureRequest(models, layers, None, queries, **how)
     recordings = [
         record(model, image, its_layers)
         for model, its_layers in zip(request.models, request.layers, strict=True)
@@ -95,9 +94,11 @@ def _add_evidence(recording: Recording, target: int | str) -> str:
             raise UsageError(
                 f"target must be a class of {model.label} by number or name, or predicted, got {target!r}"
             )
-        number = torch.tensor([int(target)], device=model.device)
-    logits = add_class_evidence(model.model, recording.batch, recording.maps, number)
-    index = int(logits.argmax() if number is None else number)
+        number = int(target)
+    logits = add_class_evidence(
+        model.model, recording.batch, recording.maps, None if number is None else [number]
+    )
+    index = int(logits.argmax()) if number is None else number
     name = names[index] if names else f"class {index}"
     return f"{name} ({logits[0].float().softmax(-1)[index]:.0%})"
 
@@ -159,8 +160,7 @@ def evidence_of(recording: Recording, target: int) -> np.ndarray:
     Raises:
         UsageError: see `ea_vision.recorder.class_evidence.add_class_evidence`, and layers without queries of pixels.
     """
-    number = torch.tensor([target], device=recording.model.device)
-    add_class_evidence(recording.model.model, recording.batch, recording.maps, number)
+    add_class_evidence(recording.model.model, recording.batch, recording.maps, [target])
     layers = _asking(recording)
     return _summary(_rollout(layers, of_class=True), layers[-1], True)[0]
 

@@ -22,9 +22,15 @@ from ea_vision.models.modes import evaluating
 from ea_vision.recorder.quantities import LayerQuantities, measure, quantities_csv
 from ea_vision.recorder.selection import positive
 from ea_vision.visualize.figure_options import check_output, make_parser, run_figure
-from ea_vision.visualize.figure_request import FigureRequest, Layers, Models, refuse_arguments
-from ea_vision.visualize.image_maps import AnyImage, as_batch, as_images, title_of
-from ea_vision.visualize.map_style import STYLE_FIELDS
+from ea_vision.visualize.figure_request import (
+    AnyImage,
+    FigureRequest,
+    Layers,
+    Models,
+    as_images,
+    title_of,
+)
+from ea_vision.zoo.inputs import as_image
 from ea_vision.zoo.loaded import LoadedModel
 
 EXAMPLES = """\
@@ -54,9 +60,7 @@ def plot_statistics(
     Raises:
         UsageError: no image.
     """
-    refuse_arguments("plot_statistics", how, heads="it draws all", queries="it averages them")
-    refuse_arguments("plot_statistics", how, **dict.fromkeys(STYLE_FIELDS, "it draws numbers"))
-    request = FigureRequest(models, layers, **how)
+    request = FigureRequest(models, layers, style_fields=(), **how)
     images = as_images(images)
     request.record(images[0])  # finds the layers that have queries of pixels
     measured = {}
@@ -73,7 +77,8 @@ def plot_statistics(
 def _batches(model: LoadedModel, images: Sequence[AnyImage], size: int) -> Iterator[Tensor]:
     starts = range(0, len(images), size)
     for first in tqdm(starts, unit="batch", desc=model.label, disable=None):
-        yield as_batch(model, images[first : first + size])
+        batch = map(as_image, images[first : first + size])
+        yield model.batch_of([model.input_of(image) for image in batch])
 
 
 def _entropy(layer: LayerQuantities) -> Tensor:
@@ -103,10 +108,8 @@ class Panel:
     top: float = 1.05
 
     def is_known(self, measured: Mapping[str, Sequence[LayerQuantities]]) -> bool:
-        for layer in chain.from_iterable(measured.values()):
-            if self.values(layer).isfinite().any():
-                return True
-        return False
+        layers = chain.from_iterable(measured.values())
+        return any(self.values(layer).isfinite().any() for layer in layers)
 
 
 PANELS = (
@@ -158,17 +161,13 @@ def draw_statistics(
         for axes in grid[len(panels) - columns : len(panels)]:
             axes.set_xlabel("attention layer")
         legend_below(figure, *grid[0].get_legend_handles_labels())
-        title = _title(layers[0].images)
+        images = layers[0].images
+        title = f"mean over {images} images; dots: heads; lines: their means; bars: standard deviation over images"
+        if images == 1:
+            title = "mean over 1 image; dots: heads; lines: their means"
         small = points()
         figure.suptitle(wrapped(title, 72 * width - 10, small), fontsize=small)
     return figure
-
-
-def _title(images: int) -> str:
-    if images == 1:
-        return "mean over 1 image; dots: heads; lines: their means"
-    spread = "bars: standard deviation over images"
-    return f"mean over {images} images; dots: heads; lines: their means; {spread}"
 
 
 def _draw_panel(

@@ -10,25 +10,20 @@ from torch import nn
 
 from ea_vision.base.errors import UsageError
 from ea_vision.recorder.recording import PARTS, LayerMaps
-from ea_vision.visualize.change import draw_change
+from ea_vision.visualize.change import add_own_alone, draw_change
+from ea_vision.visualize.equation import before_shares, equation
 from ea_vision.visualize.figure_options import make_parser, run_figure
 from ea_vision.visualize.figure_request import (
     MIDDLE,
+    AnyImage,
     FigureRequest,
     Layers,
     Models,
     Queries,
     only,
-    refuse_arguments,
-)
-from ea_vision.visualize.heatmap import draw_heatmap
-from ea_vision.visualize.image_maps import (
-    AnyImage,
-    add_own_alone,
-    before_shares,
-    equation,
     title_of,
 )
+from ea_vision.visualize.heatmap import draw_heatmap
 from ea_vision.visualize.map_style import STYLE, MapStyle, map_sheet
 from ea_vision.visualize.run_epochs import epochs_of, run_label
 from ea_vision.visualize.sheet import Block, Row, Tile
@@ -80,7 +75,6 @@ def plot_strip(
     """
     if through not in THROUGH:
         raise UsageError(f"through must be {' or '.join(THROUGH)}, got {through!r}")
-    refuse_arguments("plot_strip", how, heads="it takes one head", queries="it takes one query")
     queries = None if query is None else [query]
     if through == "checkpoints":
         if change:

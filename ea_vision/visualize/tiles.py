@@ -199,18 +199,14 @@ def photo_of(
     the largest map)."""
     sizes = [layer.feat_size for layer in recording.maps.values()]
     cells = feat_size or max(sizes, key=math.prod, default=(1, 1))
-    # the figure's head names a lone token, which has no place in the photo
-    lone = len(queries) == 1 and isinstance(queries[0], str)
-    marked = [] if lone else [query for query in queries if query != ALL]
 
     def paint(axes: Axes, _) -> None:
         axes.set_label("photo")
         axes.imshow(recording.pixels(), extent=recording.extent)
-        for number, query in enumerate(marked, start=1):
+        for number, query in enumerate(queries, start=1):
             mark_query(axes, recording, query, cells, number, numbered=True)
 
-    tokens = any(isinstance(query, str) for query in marked)
-    return Tile(paint, title or (" " if tokens else ""), aspect=recording.aspect)
+    return Tile(paint, title, aspect=recording.aspect)
 
 
 def mark_query(
@@ -222,21 +218,19 @@ def mark_query(
     numbered: bool = False,
 ) -> None:
     """Frame the map's cell that contains a query; if `numbered`, draw its number in a disc. A white rim makes both
-    visible on any background. A token that is not a patch has no cell: its disc is above the image."""
+    visible on any background. A token has no cell: the figure's head names it."""
+    if isinstance(query, str):
+        return
     color = QUERY_COLORS[(number - 1) % len(QUERY_COLORS)]
     H, W = recording.img_size
-    if isinstance(query, str):
-        y = -0.09 * H
-        x = (0.08 + 0.2 * (number - 1)) * W
-    else:
-        row, col = cell_of(query, (H, W), feat_size)
-        height = H / feat_size[0]
-        width = W / feat_size[1]
-        y = (row + 0.5) * height
-        x = (col + 0.5) * width
-        frame = Rectangle((col * width, row * height), width, height, fill=False, clip_on=False)
-        frame.set(edgecolor=color, linewidth=0.9, path_effects=[WHITE_RIM])
-        axes.add_patch(frame)
+    row, col = cell_of(query, (H, W), feat_size)
+    height = H / feat_size[0]
+    width = W / feat_size[1]
+    y = (row + 0.5) * height
+    x = (col + 0.5) * width
+    frame = Rectangle((col * width, row * height), width, height, fill=False, clip_on=False)
+    frame.set(edgecolor=color, linewidth=0.9, path_effects=[WHITE_RIM])
+    axes.add_patch(frame)
     if numbered:
         disc = dict(boxstyle="circle,pad=0.15", facecolor=color, edgecolor="white", linewidth=0.7)
         text = axes.text(x, y, str(number), color="white", bbox=disc)
@@ -302,8 +296,7 @@ def map_of(
             _paint_fog(axes, values, recording, norm)
         else:
             _paint_cells(axes, values, recording, style, norm, part)
-        if point != ALL:
-            mark_query(axes, recording, point, cells or values.shape, number)
+        mark_query(axes, recording, point, cells or values.shape, number)
         if style.scale == "tile" and is_attention(part) and not fog:
             _write_maximum(axes, values)
 

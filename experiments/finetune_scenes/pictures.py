@@ -27,7 +27,7 @@ from ea_vision.base.errors import UsageError, exit_code
 from ea_vision.base.files import atomic_write
 from ea_vision.recorder.quantities import LayerQuantities, measure, quantities_csv
 from ea_vision.recorder.recording import recordable_layers
-from ea_vision.visualize.image_maps import record
+from ea_vision.visualize.figure_request import record
 from ea_vision.visualize.map_style import STYLE, map_sheet
 from ea_vision.visualize.sheet import Block, Row
 from ea_vision.visualize.tiles import Recording, map_of, photo_of

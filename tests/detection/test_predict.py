@@ -15,7 +15,7 @@ from ea_vision.detection.draw import draw_detections
 from ea_vision.detection.loaded import DetectorModel
 from ea_vision.detection.predict import detect
 from ea_vision.recorder.selection import parse_layers
-from ea_vision.visualize.image_maps import record
+from ea_vision.visualize.figure_request import record
 from ea_vision.zoo.loaded import load_model
 from tests.data.photos import picture
 from tests.detection.tiny import CLASSES, IDS, SIDE, tiny_run

@@ -20,7 +20,7 @@ from ea_vision import evolve
 from ea_vision.recorder.recording import recordable_layers
 from ea_vision.visualize import plot_strip, show_page
 from ea_vision.visualize.explore import STORED_PARTS, Explorer, build_page
-from ea_vision.visualize.image_maps import record
+from ea_vision.visualize.figure_request import record
 from ea_vision.visualize.map_style import MapStyle, norm_of
 from ea_vision.zoo.loaded import load_model
 from tests.data.photos import picture
@@ -291,7 +291,7 @@ def test_fog_covers_the_photo_below_uniform_attention(open_page, tmp_path):
     line runs where it is a half. The photo is black."""
     model = load_model("ea_conv_transformer_cifar")
     black = Image.new("RGB", (64, 64), "black")
-    explorer = Explorer([model], [recordable_layers(model.model)[:3]], parts=("attn",))
+    explorer = Explorer([model], [recordable_layers(model.model)[:3]])
     url = write_page(build_page(explorer, [explorer.view("black", black)]), tmp_path)
     page = open_page("#query=all&layer=2&head=0", url=url)
     shown = tile(page, 0, 2, 0)
@@ -503,7 +503,7 @@ def test_a_slider_over_epochs(open_page, tmp_path):
         model = load_model("ea_conv_transformer_cifar", random=True, seed=seed)
         layers = recordable_layers(model.model)[:2]
         model.model.get_submodule(layers[1].name).evolution.alpha = 0.25 + 0.5 * seed
-        explorer = Explorer([model], [layers], parts=("attn",))
+        explorer = Explorer([model], [layers])
         entries.append(explorer.view(f"epoch {epoch}", picture(0)))
     page = open_page(url=write_page(build_page(explorer, entries, epochs=True), tmp_path))
     before = tile(page, 0, 2, 1)["values"]

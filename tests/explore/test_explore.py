@@ -23,9 +23,8 @@ from ea_vision.predict import predict
 from ea_vision.recorder.recording import recordable_layers
 from ea_vision.visualize import explore, plot_jacobian, plot_rollout, show_page
 from ea_vision.visualize.explore import build_page, pack, quantise
-from ea_vision.visualize.image_maps import as_model
 from ea_vision.visualize.tiles import OWN_ALONE
-from ea_vision.zoo.loaded import load_model
+from ea_vision.zoo.loaded import as_model, load_model
 from tests.data.photos import picture
 from tests.detection.tiny import tiny_run
 from tests.models.zoo import TINY
@@ -144,7 +143,7 @@ def test_entries_hold_the_surest_objects_of_a_detector(tmp_path):
     """With their boxes in pixels of the input, whose longer side has 64."""
     tiny_run(tmp_path / "run")
     model = load_model(str(tmp_path / "run"))
-    page = explore.Explorer([model], [recordable_layers(model.model)[-2:]], parts=("attn",))
+    page = explore.Explorer([model], [recordable_layers(model.model)[-2:]])
     photo = picture(0, (90, 60))
     [detected] = model.detect([photo])
     objects = page.view("photo.png", photo)["models"][0]["predictions"]
@@ -245,11 +244,3 @@ def test_each_class_has_a_picture_of_its_evidence():
     shown = Image.open(io.BytesIO(data))
     expected = Image.fromarray((drawn * 255).astype(np.uint8)).resize(shown.size)
     assert np.abs(np.asarray(shown, float) - np.asarray(expected, float)).mean() < 2
-
-
-def test_a_page_without_attention_has_no_evidence():
-    """It is computed from the recorded attention."""
-    model = load_model("ea_conv_transformer_cifar")
-    page = explore.Explorer([model], [recordable_layers(model.model)], parts=("logits",))
-    [view] = page.view("photo", picture(0))["models"]
-    assert "evidence" not in view["predictions"][0]

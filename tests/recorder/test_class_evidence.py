@@ -44,7 +44,7 @@ def test_evidence_is_gradient_times_attention(name):
     classes = torch.tensor([1, 2])
     before = {key: value.clone() for key, value in model.state_dict().items()}
     with torch.no_grad():
-        logits = add_class_evidence(model, images, maps, classes)
+        logits = add_class_evidence(model, images, maps, classes.tolist())
     torch.testing.assert_close(logits, model(images).detach())
     number = min(maps)
     layer = maps[number]
@@ -81,7 +81,7 @@ def test_gradients_by_finite_differences(name):
     fused = NETWORKS[name]().double()
     images = torch.rand(1, 3, 32, 32, dtype=torch.float64)
     maps = recorded(fused, images)
-    add_class_evidence(fused, images, maps, torch.tensor([1]))
+    add_class_evidence(fused, images, maps, [1])
     for block in fused.blocks if name == "timm" else ():
         block.attn.fused_attn = False
     attn = maps[1].attn
@@ -117,7 +117,7 @@ def test_refusals():
     images = torch.rand(1, 3, 32, 32)
     maps = recorded(model, images)
     with refused("a class must lie between 0 and .*, got .9999"):
-        add_class_evidence(model, images, maps, torch.tensor([9999]))
+        add_class_evidence(model, images, maps, [9999])
     model.reset_classifier(0)
     model.head = torch.nn.Unflatten(1, (-1, 1))
     with refused("logits .* required"):

@@ -5,7 +5,8 @@ import pytest
 from matplotlib.text import Text
 
 from ea_vision.recorder.recording import recordable_layers
-from ea_vision.visualize import image_maps
+from ea_vision.visualize.figure_request import record as record_layers
+from ea_vision.zoo.loaded import as_model
 from tests.recorder import networks
 
 PHOTO = networks.photo((50, 40))
@@ -26,8 +27,8 @@ def photo(tmp_path):
 
 def record(model, parts=("attn",), layers=None):
     """Record PHOTO in the first `layers` layers of a model."""
-    model = image_maps.as_model(model)
-    return image_maps.record(model, PHOTO, recordable_layers(model.model)[:layers], parts)
+    model = as_model(model)
+    return record_layers(model, PHOTO, recordable_layers(model.model)[:layers], parts)
 
 
 def maps_of(figure):

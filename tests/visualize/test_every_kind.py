@@ -16,7 +16,6 @@ from ea_vision.visualize import (
     plot_strip,
     show_page,
 )
-from ea_vision.visualize.image_maps import as_batch
 from ea_vision.zoo.loaded import LoadedModel, as_model
 from ea_vision.zoo.preparation import Preparation
 from tests.recorder.networks import (
@@ -155,8 +154,7 @@ def test_cross_attention_of_a_detector():
 
     model = lively(create("DETR"))
     image = torch.rand(3, 96, 96, generator=torch.Generator().manual_seed(0))
-    batch = as_batch(as_model(model), [image])
-    maps = recorded(model, batch)
+    maps = recorded(model, as_model(model).input_of(image)[None])
     cross = next(layer for layer in maps.values() if layer.attn.shape[-2] != layer.attn.shape[-1])
     H, W = cross.feat_size
     for head, queries in ((3, ["query3"]), ("mean", ["query1", "query5"])):

@@ -11,8 +11,8 @@ from PIL import Image
 
 import ea_vision
 from ea_vision.recorder.recording import PARTS, recordable_layers
+from ea_vision.visualize.figure_request import record
 from ea_vision.visualize.heatmap import main as heatmap
-from ea_vision.visualize.image_maps import record
 from ea_vision.zoo.inputs import find_images, read_image
 from ea_vision.zoo.loaded import load_model
 from experiments.evolution_at_work import main

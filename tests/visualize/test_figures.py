@@ -23,7 +23,6 @@ from ea_vision.visualize import (
     MapStyle,
     explore,
     heatmap,
-    image_maps,
     matrix,
     plot_heatmap,
     plot_matrix,
@@ -34,18 +33,20 @@ from ea_vision.visualize import (
     statistics,
     strip,
 )
-from ea_vision.visualize.change import draw_change
+from ea_vision.visualize.change import add_own_alone, draw_change
+from ea_vision.visualize.equation import equation
 from ea_vision.visualize.figure_options import _outputs
+from ea_vision.visualize.figure_request import record as record_layers
 from ea_vision.visualize.heatmap import draw_heatmap
-from ea_vision.visualize.image_maps import equation
 from ea_vision.visualize.map_style import SCALES, norm_of, scaled
 from ea_vision.visualize.matrix import draw_matrix
 from ea_vision.visualize.rollout import draw_rollout
 from ea_vision.visualize.run_epochs import epochs_of
 from ea_vision.visualize.sheet import Tile
 from ea_vision.visualize.strip import draw_strip
+from ea_vision.visualize.tiles import OWN_ALONE as ALONE_PART
 from ea_vision.visualize.tiles import map_of
-from ea_vision.zoo.loaded import load_model
+from ea_vision.zoo.loaded import as_model, load_model
 from tests.models.zoo import TINY
 from tests.recorder import networks
 from tests.refused import refused
@@ -121,7 +122,7 @@ def test_rollout_of_a_class_is_its_evidence_in_the_class_token_or_in_all_pixels(
         tokens = int(model is vit)  # the class token
         recording = record_of(model, image)
         maps = recording.maps
-        add_class_evidence(recording.model.model, recording.batch, maps, torch.tensor([2]))
+        add_class_evidence(recording.model.model, recording.batch, maps, [2])
         evidence = class_rollout(maps)[0][:, tokens:]
         shares = evidence / evidence.sum(-1, keepdim=True) * evidence.shape[-1]
         expected = shares[0] if model is vit else shares.mean(0)
@@ -137,8 +138,8 @@ def test_rollout_of_a_class_is_its_evidence_in_the_class_token_or_in_all_pixels(
 
 
 def record_of(model, image):
-    model = image_maps.as_model(model)
-    return image_maps.record(model, image, recordable_layers(model.model))
+    model = as_model(model)
+    return record_layers(model, image, recordable_layers(model.model))
 
 
 # ---- strips ---------------------------------------------------------------------------------------------------------
@@ -205,7 +206,7 @@ def test_own_alone_equals_a_recomputation_by_hand(name, alpha, kwargs):
             conv = model.get_submodule(maps.name).evolution.convs[0]
             with torch.inference_mode():
                 logits = 0.6 * conv(logits).relu() + 0.4 * logits
-        alone = maps[image_maps.OWN_ALONE]
+        alone = maps[ALONE_PART]
         torch.testing.assert_close(alone, logits.softmax(-1))
         change = 1 - torch.minimum(maps.attn[0, 2, token], alone[0, 2, token]).sum()
         assert f"differs by {change:.2f}" in texts_of(figure)
@@ -213,7 +214,7 @@ def test_own_alone_equals_a_recomputation_by_hand(name, alpha, kwargs):
             draw_change(recording, [number], 2, (5, 9))
         )
     shown = [values for values in maps_of(figure) if values.shape == (4, 4)]
-    for part, scale in (("conv_logits", 1), (image_maps.OWN_ALONE, 16)):
+    for part, scale in (("conv_logits", 1), (ALONE_PART, 16)):
         expected = scale * maps[part][0, 2, token].view(4, 4).numpy()
         assert any(np.allclose(values, expected) for values in shown)
     after = model.state_dict()
@@ -227,7 +228,7 @@ def test_a_part_that_cannot_be_taken_away_is_left_out():
     recording = record(small(), PARTS, 2)
     maps = recording.maps[2]
     maps.save("attn", torch.rand_like(maps.attn))
-    image_maps.add_own_alone(recording)
+    add_own_alone(recording)
     assert set(maps.recorded()) == set(PARTS)
 
 
@@ -308,10 +309,10 @@ def test_every_bar_of_attention_marks_uniform_attention(wide, scale):
 
 def test_the_photo_lies_under_the_maps_as_the_network_saw_it_but_finer():
     """Both show the same part of the image: the network's 16x16 pixels are means of the photo's pixels."""
-    model = image_maps.as_model(small())
+    model = as_model(small())
     coarse = np.random.default_rng(0).integers(0, 256, (8, 12, 3), dtype=np.uint8)
     image = Image.fromarray(coarse.repeat(20, 0).repeat(20, 1))
-    recording = image_maps.record(model, image, recordable_layers(model.model)[:1])
+    recording = record_layers(model, image, recordable_layers(model.model)[:1])
     means = recording.photo.reshape(16, 10, 16, 10, 3).mean((1, 3))
     seen = recording.image.permute(1, 2, 0).numpy()
     assert np.corrcoef(means.ravel(), seen.ravel())[0, 1] > 0.9
@@ -330,10 +331,10 @@ def test_maps_lie_on_what_the_patches_cover(pads):
     else:
         plain = networks.transformers_model("Dinov2", image_size=32, patch_size=8)
         covered = (24, 32)
-    model = image_maps.as_model(plain)
+    model = as_model(plain)
     model.preparation = replace(model.preparation, size=(30, 39))
     photo = networks.photo((400, 310))
-    recording = image_maps.record(model, photo, recordable_layers(model.model)[:1])
+    recording = record_layers(model, photo, recordable_layers(model.model)[:1])
     height, width = covered
     assert recording.img_size == covered
     whole = model.shown(model.input_of(photo))[:, :height, :width]
@@ -349,7 +350,7 @@ def test_maps_lie_on_what_the_patches_cover(pads):
     figure = draw_heatmap([recording], [[1]], [0], [(22, 31)])
     for axes in tiles_of(figure):
         assert axes.images[-1].get_extent() == [0, width, height, 0]
-    explorer = explore.Explorer([model], [recordable_layers(model.model)[:1]], parts=("attn",))
+    explorer = explore.Explorer([model], [recordable_layers(model.model)[:1]])
     entry = explorer.view("photo", photo)
     [known] = explorer.describe(entry)
     assert known["imgSize"] == covered
@@ -418,7 +419,7 @@ def test_what_the_previous_map_changed():
     token = 1 * 8 + 2
     for number, axes in zip((2, 3), tiles[2::3], strict=True):
         maps = recording.maps[number]
-        expected = 64 * (maps.attn - maps[image_maps.OWN_ALONE])[0, 1, token].view(8, 8).numpy()
+        expected = 64 * (maps.attn - maps[ALONE_PART])[0, 1, token].view(8, 8).numpy()
         np.testing.assert_allclose(axes.images[-1].get_array(), expected, atol=1e-4)
         assert np.abs(expected).max() > 1
         signs = {"+": set(), "_": set()}
@@ -431,7 +432,7 @@ def test_what_the_previous_map_changed():
             )
     differences = []
     for head in range(4):
-        pair = recording.maps[3].attn[0, head], recording.maps[3][image_maps.OWN_ALONE][0, head]
+        pair = recording.maps[3].attn[0, head], recording.maps[3][ALONE_PART][0, head]
         for row, other in zip(*pair, strict=True):
             differences.append(sum(abs(float(a - b)) for a, b in zip(row, other, strict=True)) / 2)
     average = f"on average {np.mean(differences):.0%} of a query's attention moves"
@@ -504,9 +505,9 @@ def test_normalisation_by_keyword():
     """mean= and std= reach the network: twice the standard deviation is half the input."""
     model = small()
     pixels = torch.rand(3, 16, 16)
-    changed = image_maps.as_model(model, mean=(0.1, 0.2, 0.3), std=(2.0, 2.0, 2.0))
+    changed = as_model(model, mean=(0.1, 0.2, 0.3), std=(2.0, 2.0, 2.0))
     expected = (pixels - torch.tensor([0.1, 0.2, 0.3]).view(3, 1, 1)) / 2
-    torch.testing.assert_close(image_maps.as_batch(changed, [pixels])[0], expected)
+    torch.testing.assert_close(changed.input_of(pixels), expected)
     assert plot_heatmap(model, pixels, 1, mean=(0.5,) * 3, std=(0.5,) * 3).axes
 
 

@@ -59,11 +59,6 @@ from .conftest import PHOTO, small
         ("matrix --style fog", "unknown argument '--style'"),
         ("explore --heads mean", "the page adds the mean"),
         ("explore -o page.png", "must end in .html"),
-        ("explore --parts attn,maps", "--parts must be .* got 'attn,maps'"),
-        (
-            "explore --model conv_transformer_cifar --parts prev_logits",
-            "has attn, logits, self_logits",
-        ),
         ("explore --model a,b,c", "at most 3 models, got 4"),
     ],
 )
@@ -137,7 +132,7 @@ torch.nn.init.constant_(next(DIVERGED.parameters()), torch.nan)
             MODEL,
             PHOTO,
             {"bare": True},
-            "no keyword bare; those of the style are overlay, scale, cmap, opacity, style",
+            "no keyword bare; those of its style are overlay, scale, cmap, opacity, style",
         ),
         (
             plot_heatmap,
@@ -201,7 +196,7 @@ OF_OTHER_FIGURES |= {"overlay": False, "opacity": 0.5}
 )
 def test_keywords_of_other_figures_are_refused_by_name(plot, keywords):
     for name in keywords.split():
-        with refused(f"{plot.__name__} has no {name}"):
+        with refused(f"this figure has no keyword {name}"):
             plot(MODEL, PHOTO, **{name: OF_OTHER_FIGURES[name]})
 
 

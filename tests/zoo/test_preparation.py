@@ -20,7 +20,7 @@ from ea_vision.base.errors import UsageError
 from ea_vision.data.small_images import load_dataset
 from ea_vision.engine import run_folder, train_cifar, train_imagenet
 from ea_vision.engine.config import resolve
-from ea_vision.visualize.image_maps import record
+from ea_vision.visualize.figure_request import record
 from ea_vision.zoo.loaded import as_model
 from tests.recorder.networks import lively
 
