@@ -150,12 +150,4 @@ class AugmentedConv2d(FitsWeights, PixelAttention, nn.Module):
         return join(self.fusion, y, attn), logits
 
     def extra_repr(self) -> str:
-        shown = [f"num_heads={self.num_heads}, feat_size={self.feat_size}"]
-        shown.append(f"position={self.position!r}")
-        if self.qk_gain is not None:
-            shown.append("qk_norm=True")
-        if self.local:
-            shown.append(f"window={self.window}, head_window={self.head_window}")
-        if self.fusion != "concat":
-            shown.append(f"fusion={self.fusion!r}")
-        return ", ".join(shown)
+        return f"num_heads={self.num_heads}, feat_size={self.feat_size}, fusion={self.fusion!r}"

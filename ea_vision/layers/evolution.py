@@ -458,13 +458,6 @@ class _ConvolvedEvolution(Evolution):
             alpha = float(torch.as_tensor(self.alpha).mean())
         return {"prev_logits": alpha, "self_logits": 1.0 - alpha}
 
-    def extra_repr(self) -> str:
-        shown = []
-        for name, gate in self.gates().items():
-            value = gate if isinstance(gate, float) else f"learnable {tuple(gate.shape)}"
-            shown.append(f"{name}={value}")
-        return ", ".join(shown)
-
 
 @register_evolution("ea")
 class EvolvingAttention(_ConvolvedEvolution):

@@ -60,19 +60,20 @@ class EvolvingMaps(StepByStep):
         """Attend, and let the evolution mix the heads' outputs.
 
         Args:
-            x: the layer's input, (B, N, C) or (B, C, H, W).
-            q, k, v: (B, K, N, D), q not scaled.
+            x: the layer's input, (B, Q, C) or (B, C, H, W).
+            q: (B, K, Q, D), not scaled.
+            k, v: (B, K, N, D); the queries' own are the last Q.
             prev_logits, feat_size, need_logits, bias: see `attend` of the layers.
 
         Returns:
-            the heads' outputs (B, K, N, D), and the logits (B, K, N, N), or None if no layer reads them.
+            the heads' outputs (B, K, Q, D), and the logits (B, K, Q, N), or None if no layer reads them.
         """
         if self.evolution is not None and self.evolution.reads_previous:
-            check_prev_logits(prev_logits, *q.shape[:3])
+            check_prev_logits(prev_logits, *q.shape[:3], k.shape[2])
         out, logits = self._attend(q, k, v, prev_logits, feat_size, bias, need_logits)
         if self.evolution is not None and self.evolution.mixes_output:
             tokens = x if x.ndim == 3 else x.flatten(2).transpose(1, 2)
-            out = self.evolution.mix_output(out, v, tokens)
+            out = self.evolution.mix_output(out, v[:, :, -q.shape[2] :], tokens)
         return out, logits
 
     def _attend(

@@ -108,12 +108,6 @@ def embedding_of(model: nn.Module, name: str) -> tuple[nn.Conv2d | None, tuple[s
     return None, (), of_images
 
 
-def window_of(layer: nn.Module) -> int | None:
-    """Return how far a layer's queries see, in tokens, if the layer or its configuration has a sliding window."""
-    config = getattr(layer, "config", None)
-    return getattr(layer, "sliding_window", getattr(config, "sliding_window", None))
-
-
 def is_causal(model: nn.Module, name: str, decodes: bool) -> bool:
     """Return whether a layer is causal: by its attribute `is_causal`, or by the masks that modules around it build.
 

@@ -23,6 +23,7 @@ from ea_vision.layers.positions import (
 from ea_vision.layers.projection import Projection
 from ea_vision.ops import Size, log_large_map, normalise_heads
 from ea_vision.ops.reference import own_logits
+from ea_vision.ops.rel_pos import tables_on_map
 
 
 def _check_widths(num_heads: int, **widths: int) -> None:
@@ -97,7 +98,7 @@ class PixelAttention(PositionTables, EvolvingMaps):
         self.need_logits = evolution is not None or not self.local
 
         dd = {"device": device, "dtype": dtype}
-        self.qkv = Projection(branch_channels(in_channels, position), 2 * dim_qk + dim_v, **dd)
+        self.qkv = Projection(branch_channels(in_channels, position), 2 * dim_qk + dim_v, 1, **dd)
         self.add_tables(feat_size, **dd)
         self.qk_norm = qk_norm
         self.qk_gain = nn.Parameter(torch.empty(num_heads, **dd)) if qk_norm else None
@@ -105,7 +106,7 @@ class PixelAttention(PositionTables, EvolvingMaps):
         if evolution is not None:
             log_large_map(num_heads, self.feat_size)
         self.attn_drop = nn.Dropout(attn_drop)
-        self.proj = Projection(dim_v, attn_channels, **dd)
+        self.proj = Projection(dim_v, attn_channels, 1, **dd)
 
     def reset_attention(self) -> None:
         """Initialise projections by Glorot, tables normal with std dim_head_qk**-0.5 (AA code), and the queries' gains
@@ -146,7 +147,7 @@ class PixelAttention(PositionTables, EvolvingMaps):
 
     def logits_of(self, q: Tensor, k: Tensor, feat_size: Size) -> Tensor:
         """Return the layer's logits before any evolution; see `EvolvingMaps`."""
-        tables = self.tables_on(feat_size)
+        tables = tables_on_map(self.height_rel, self.width_rel, feat_size, self.window)
         return own_logits(q, k, *tables, self.scale, feat_size, self.head_window)
 
     def attend(

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ea_vision.layers.windows import SeesWindows
 from ea_vision.ops import Size, log_large_map
-from ea_vision.ops.rel_pos import fit_rel_table, reaches, tables_on_map
+from ea_vision.ops.rel_pos import fit_rel_table, reaches
 
 POSITIONS = ("relative", "none", "sine", "coord")
 
@@ -123,10 +123,6 @@ class PositionTables(SeesWindows):
             return []
         high, wide = reaches(feat_size, self.window)
         return [("height_rel", high), ("width_rel", wide)]
-
-    def tables_on(self, feat_size: Size) -> tuple[Tensor | None, Tensor | None]:
-        """Return the tables with a row for each offset of a map of (height, width)."""
-        return tables_on_map(self.height_rel, self.width_rel, feat_size, self.window)
 
     def on_map(self, feat_size: Size) -> dict[str, Any]:
         return {

@@ -21,19 +21,9 @@ class Projection(nn.Conv2d):
     """A 1x1 convolution, on a CPU computed as a matrix product where that is not slower. A product needs no other
     layout of its input and, with few channels, computes gradients in a fraction of the convolution's time.
 
-    It takes Conv2d's arguments, since tools such as PEFT create new layers from an old one's class.
-
-    Raises:
-        ValueError: kernel, stride, padding or groups are not those of a plain 1x1 convolution.
+    It takes Conv2d's arguments, since tools such as PEFT create new layers from an old one's class. Kernel, stride,
+    padding and groups must be those of a plain 1x1 convolution.
     """
-
-    def __init__(self, in_channels: int, out_channels: int, kernel_size=1, *args, **kwargs):
-        super().__init__(in_channels, out_channels, kernel_size, *args, **kwargs)
-        shape = (self.kernel_size, self.stride, self.padding, self.groups)
-        if shape != ((1, 1), (1, 1), (0, 0), 1):
-            raise ValueError(
-                f"Projection must have kernel_size 1, stride 1, padding 0 and groups 1, got {shape}"
-            )
 
     def forward(self, x: Tensor) -> Tensor:
         """Convolve x (B, in_channels, H, W) -> (B, out_channels, H, W), in the layout of x."""

@@ -16,7 +16,7 @@ from ea_vision.base.errors import UsageError
 from ea_vision.layers.evolution import EvolvingAttention, Operands, PredictiveAttention
 from ea_vision.layers.handing_on import Handed, Relay, thread_of_forward
 from ea_vision.layers.token_attention import MapsAttention
-from ea_vision.ops.problem import Size, check_prev_logits
+from ea_vision.ops import Size
 from ea_vision.ops.reference import attention_of, readable
 
 # An entry of a map depends on no entry at another place.
@@ -173,7 +173,6 @@ class SequenceMaps(MapsAttention, nn.Module):
 
     Attributes:
         chain: the layer's chain.
-        number: position in the chain, counted from 1.
         num_heads: K.
         prefix_tokens: number of tokens before the patches.
     """
@@ -311,13 +310,11 @@ class SequenceMaps(MapsAttention, nn.Module):
         self.attn_drop.p = dropout
         chain = self.chain
         thread = thread_of_forward()
-        B, K, Q, _ = q.shape
+        Q = q.shape[2]
         N = k.shape[2]
         tokens, cache = chain.inputs.pop(thread, (None, None))
         handed = chain.before(self.number)
         feat_size = self.checked_size(handed.feat_size, Q)
-        if self.value_residual is not None:
-            v = self.value_residual(v, handed.first_values)
         if self.evolution is not None:
             self.check_rows(Q, N, cache)
             if self.causal == "self" and reading.allowed is None and Q > 1:
@@ -325,8 +322,6 @@ class SequenceMaps(MapsAttention, nn.Module):
                     f"evolution {chain.kind!r} of causal layers needs their mask, and the model builds none (some "
                     "build one only where they get an attention_mask)"
                 )
-            if self.evolution.reads_previous:
-                check_prev_logits(handed.logits, B, K, Q, N)
             if chain.kind == "xsa" and N < Q:
                 raise ValueError(
                     f"evolution {chain.kind!r} needs each query's own value, got {Q} queries and {N} keys"
@@ -338,15 +333,7 @@ class SequenceMaps(MapsAttention, nn.Module):
         chain.padding[thread] = reading.queries
         self.readings[thread] = reading
         try:
-            out, logits = self._attend(
-                q, k, v, handed.logits, feat_size, reading.bias, self.need_logits
-            )
+            out, chain.store[thread] = self.attend(tokens, q, k, v, handed, feat_size, reading.bias)
         finally:
             del self.readings[thread]
-        if self.evolution is not None and self.evolution.mixes_output:
-            out = self.evolution.mix_output(out, v[:, :, -Q:], tokens)
-        first_values = v if self.number == 1 else handed.first_values
-        chain.store[thread] = Handed(
-            self.number, handed.feat_size, logits, first_values, torch.is_grad_enabled()
-        )
-        return out.transpose(1, 2).contiguous()  # models may call view on it
+        return out.contiguous()  # models may call view on it

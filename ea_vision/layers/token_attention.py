@@ -3,11 +3,13 @@
 Shape letters: B batch, C channels, K heads, T tokens (prefix tokens and patches), D width of a head.
 """
 
+import torch
 from torch import Tensor, nn
 
 from ea_vision.layers.augmented_conv import AugmentedConv2d
 from ea_vision.layers.evolution import Operands
 from ea_vision.layers.evolving_maps import EvolvingMaps
+from ea_vision.layers.handing_on import Handed
 from ea_vision.ops import Size
 
 
@@ -16,6 +18,7 @@ class MapsAttention(EvolvingMaps):
 
     Attributes:
         value_residual: a module that mixes in the first layer's values, or None.
+        number: the layer's place in its chain, counted from 1.
     """
 
     def _operands(self, prev_logits: Tensor | None) -> Operands | None:
@@ -23,28 +26,26 @@ class MapsAttention(EvolvingMaps):
 
     def attend(
         self,
-        x: Tensor,
+        x: Tensor | None,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        prev_logits: Tensor | None,
+        handed: Handed,
         feat_size: Size | None,
-        first_values: Tensor | None,
         bias: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
+    ) -> tuple[Tensor, Handed]:
         """Attend, with the layer's mechanisms.
 
         Args:
-            x: (B, T, C), the layer's input.
-            q, k, v: (B, K, T, D), q not scaled.
-            prev_logits: (B, K, T, T), the previous layer's logits; a layer without `evolution` ignores them.
+            x: (B, Q, C), the layer's input, if the evolution reads it.
+            q: (B, K, Q, D), not scaled.
+            k, v: (B, K, N, D).
+            handed: what the layer before has handed on.
             feat_size: (H, W) of the patches, for a `spatial` evolution.
-            first_values: (B, K, T, D) of the first layer, for `value_residual`.
             bias: added to the logits; it may be a mask only if the mechanisms do not change the maps.
 
         Returns:
-            (B, T, K*D), heads concatenated; the logits (B, K, T, T) that entered the softmax, or None if not needed;
-            the values (B, K, T, D) that were averaged.
+            (B, Q, K, D), and what the layer hands on.
 
         Raises:
             ValueError: an input from another block is missing or has the wrong shape.
@@ -54,14 +55,21 @@ class MapsAttention(EvolvingMaps):
             raise ValueError(
                 "this evolution needs the patches' (height, width): images (B, C, H, W) required"
             )
+        first_values = handed.first_values
         if self.value_residual is not None:
             if first_values is None:
                 raise ValueError(
                     "the first block's values required, got tokens that passed through no block"
                 )
             v = self.value_residual(v, first_values)
-        out, logits = self.attend_heads(x, q, k, v, prev_logits, feat_size, self.need_logits, bias)
-        return out.transpose(1, 2).flatten(2), logits, v
+        out, logits = self.attend_heads(
+            x, q, k, v, handed.logits, feat_size, self.need_logits, bias
+        )
+        if self.number == 1:
+            first_values = v
+        gradients = torch.is_grad_enabled()
+        handed = Handed(self.number, handed.feat_size, logits, first_values, gradients)
+        return out.transpose(1, 2), handed
 
     def finish(self, out: Tensor, x: Tensor) -> Tensor:
         """Apply timm's steps after attention (norm, gate, projection): out (B, T, K*D), the layer's input x (B, T, C)

@@ -19,8 +19,5 @@ from ea_vision.models.evolve import evolve, evolved_transformer, unevolve
 from ea_vision.models.note import EVOLVED
 from ea_vision.models.plain_resnet import ResNetCifar
 from ea_vision.models.spatial_transformer import SpatialTransformerNet
-from ea_vision.models.vision_transformer import (
-    EvolvingVisionTransformer,
-    EvolvingVisionTransformerDistilled,
-)
+from ea_vision.models.vision_transformer import EvolvingVisionTransformer
 from ea_vision.models.wide_resnet import WideResNet

@@ -99,11 +99,6 @@ class AttentionConfig:
         check_position(self.position)
         check_fusion(self.fusion)
         check_windows(self.window, self.head_window, self.head_border, self.num_heads)
-        if self.head_window > 1 and self.evolution is not None:
-            raise ValueError(
-                f"head_window must be 1 where maps evolve (evolution={self.evolution!r}), "
-                f"got {self.head_window}"
-            )
         self.new_evolution(device="meta")  # raises for wrong options, even if no layer evolves
         for name in ("window_stages", "attn_stages"):
             if getattr(self, name) is not None:

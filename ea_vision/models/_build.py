@@ -14,7 +14,6 @@ from timm.models import (
     build_model_with_cfg,
     get_pretrained_cfg,
     is_model_pretrained,
-    list_pretrained,
     register_model,
     resolve_pretrained_cfg,
 )
@@ -281,14 +280,6 @@ def build_network(
         cfg = resolve_pretrained_cfg(
             variant, kwargs.get("pretrained_cfg"), kwargs.get("pretrained_cfg_overlay")
         )
-        if not cfg.has_weights and not cfg.state_dict:
-            pretrained_names = [
-                name for name in list_pretrained() if name.split(".")[0] in _NETWORKS
-            ]
-            raise RuntimeError(
-                f"{variant} has no pretrained weights; create it with pretrained=False. "
-                f"Models of ea_vision that have them: {', '.join(pretrained_names) or 'none yet'}"
-            )
         if cfg.file and not Path(cfg.file).exists():
             raise RuntimeError(
                 f"the weights of {variant} are missing: {Path(cfg.file).name} belongs in the folder weights/ of a "

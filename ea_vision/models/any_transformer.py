@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from ea_vision.layers import AugmentedConv2d, MapsAttention
 from ea_vision.layers.handing_on import (
-    Handed,
     HandingBlock,
     Relay,
     check_found,
@@ -66,16 +65,6 @@ class WholePatchEmbed(PatchEmbed):
     """timm's PatchEmbed. FX keeps it whole, so that the hook of `PatchRelay` runs in the traced network, too."""
 
 
-class EvolvingBlock(HandingBlock):
-    """A mixin for a block's class.
-
-    Attributes:
-        attention: the name of its attention layer.
-    """
-
-    attention = "attn"
-
-
 class EvolvingTokens(MapsAttention):
     """A mixin for an attention layer's class, whose forward calls `attended`."""
 
@@ -101,15 +90,8 @@ class EvolvingTokens(MapsAttention):
                 f"{type(self).__name__} must run inside its block, which passes it the previous maps"
             )
         check_found(self.evolution, handed.logits)
-        out, logits, v = self.attend(
-            x, q, k, v, handed.logits, handed.feat_size, handed.first_values, bias
-        )
-        first_values = v if self.number == 1 else handed.first_values
-        gradients = torch.is_grad_enabled()
-        self.relay.store[thread] = Handed(
-            self.number, handed.feat_size, logits, first_values, gradients
-        )
-        return out
+        out, self.relay.store[thread] = self.attend(x, q, k, v, handed, handed.feat_size, bias)
+        return out.flatten(2)
 
     def checked(self, attn_mask: Tensor | None, is_causal: bool) -> Tensor | None:
         """Return the mask as a bias of the logits.
@@ -254,61 +236,53 @@ class EvolvingMultiheadAttention(EvolvingTokens, nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, None]:
-        """Attend within query (B, T, C); attn_mask (T, T) or (B*K, T, T) is True where a key is hidden, or added.
+        """Attend within query (B, T, C).
 
         Raises:
-            ValueError: key or value differs from query, a padding mask, need_weights=True, or a mask although maps
-                evolve.
+            ValueError: key or value differs from query, a mask, or need_weights=True.
         """
         if whole(key) is not whole(query) or whole(value) is not whole(query):
             raise ValueError("self-attention required: key and value must be the query itself")
-        if key_padding_mask is not None or need_weights:
-            padding = "None" if key_padding_mask is None else "set"
+        masks = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
+        received = [name for name, mask in masks.items() if mask is not None]
+        if received or is_causal or need_weights:
             raise ValueError(
-                "key_padding_mask=None and need_weights=False required (record_attention gives the "
-                f"maps), got key_padding_mask {padding} and need_weights={need_weights}"
+                "no mask and need_weights=False required (record_attention gives the maps), got "
+                f"{', '.join([*received, f'{is_causal=}, {need_weights=}'])}"
             )
-        if attn_mask is not None and attn_mask.dtype == torch.bool:
-            # True marks hidden keys in torch's layer, and visible keys in its functions
-            attn_mask = ~attn_mask
-        if attn_mask is not None and attn_mask.ndim == 3:
-            attn_mask = attn_mask.unflatten(0, (-1, self.num_heads))
         self.attn_drop.p = self.dropout
         qkv = F.linear(query, self.in_proj_weight, self.in_proj_bias)
         q, k, v = by_heads(self, qkv)
-        out = self.attended(query, q, k, v, self.checked(attn_mask, is_causal))
-        return self.out_proj(out), None
+        return self.out_proj(self.attended(query, q, k, v)), None
 
 
-class EvolvingEvaBlock(EvolvingBlock, eva.EvaBlock):
+class EvolvingEvaBlock(HandingBlock, eva.EvaBlock):
     """timm's EvaBlock."""
 
 
-class EvolvingEvaBlockPostNorm(EvolvingBlock, eva.EvaBlockPostNorm):
+class EvolvingEvaBlockPostNorm(HandingBlock, eva.EvaBlockPostNorm):
     """timm's EvaBlockPostNorm."""
 
 
 @keep_whole  # FX would not record what it hands on
-class EvolvingVitBlock(EvolvingBlock, vision_transformer.Block):
+class EvolvingVitBlock(HandingBlock, vision_transformer.Block):
     """timm's Block."""
 
 
-class EvolvingResPostBlock(EvolvingBlock, vision_transformer.ResPostBlock):
+class EvolvingResPostBlock(HandingBlock, vision_transformer.ResPostBlock):
     """timm's ResPostBlock."""
 
 
-class EvolvingBeitBlock(EvolvingBlock, beit.Block):
+class EvolvingBeitBlock(HandingBlock, beit.Block):
     """timm's block of BEiT."""
 
 
-class EvolvingCaitBlock(EvolvingBlock, cait.LayerScaleBlock):
+class EvolvingCaitBlock(HandingBlock, cait.LayerScaleBlock):
     """timm's LayerScaleBlock of CaiT."""
 
 
-class EvolvingEncoderBlock(EvolvingBlock, torchvision.models.vision_transformer.EncoderBlock):
+class EvolvingEncoderBlock(HandingBlock, torchvision.models.vision_transformer.EncoderBlock):
     """torchvision's EncoderBlock."""
-
-    attention = "self_attention"
 
 
 def plain_class(cls: type[nn.Module]) -> type[nn.Module]:
@@ -371,8 +345,8 @@ def _architecture_of(model: nn.Module) -> Architecture | None:
 
 
 def _attention_of(block: nn.Module) -> nn.Module | None:
-    attn = getattr(block, EvolvingBlock.attention, None)
-    return getattr(block, EvolvingEncoderBlock.attention, attn)
+    attn = getattr(block, "attn", None)  # timm's
+    return getattr(block, "self_attention", attn)  # torchvision's
 
 
 def _reason_against_blocks(model: nn.Module) -> str | None:
@@ -382,7 +356,7 @@ def _reason_against_blocks(model: nn.Module) -> str | None:
     first_user: dict[nn.Module, int] = {}
     for index, block in enumerate(blocks):
         here = f"{path}.{index}"
-        if isinstance(block, EvolvingBlock):
+        if isinstance(block, HandingBlock):
             return f"a plain network required, got one whose maps evolve already ({here} is a {type(block).__name__})"
         attn = _attention_of(block)
         if first_user.setdefault(attn, index) != index:
@@ -500,7 +474,7 @@ def evolves(model: nn.Module) -> bool:
     architecture = _architecture_of(model)
     if architecture is None:
         return False
-    return isinstance(model.get_submodule(architecture.blocks)[0], EvolvingBlock)
+    return isinstance(model.get_submodule(architecture.blocks)[0], HandingBlock)
 
 
 def keep_logits_that_are_read(model: nn.Module) -> None:
@@ -508,7 +482,7 @@ def keep_logits_that_are_read(model: nn.Module) -> None:
     blocks = model.get_submodule(_architecture_of(model).blocks)
     reads_previous = False
     for block in reversed(list(blocks)):
-        attn = getattr(block, block.attention)
+        attn = _attention_of(block)
         attn.need_logits = reads_previous
         reads_previous = attn.evolution is not None and attn.evolution.reads_previous
 
@@ -531,7 +505,7 @@ def unevolve_transformer(model: nn.Module) -> nn.Module:
     if type(embedding) is WholePatchEmbed:
         embedding.__class__ = PatchEmbed
     for block in plain.get_submodule(architecture.blocks):
-        attn = getattr(block, block.attention)
+        attn = _attention_of(block)
         for name in _ADDED_TO_ATTENTION:
             delattr(attn, name)
         for name in _ADDED_TO_BLOCKS:

@@ -52,33 +52,8 @@ STAGES = (1, 2, 3, 4)
 MakeLayer = Callable[[nn.Conv2d, int], AugmentedConv2d]
 
 
-class AttendsInBasicBlock:
-    """A mixin for timm's or torchvision's BasicBlock: augments both 3x3 convolutions, or the first."""
-
-    def augment(self, make: MakeLayer, which: str, strided: bool) -> None:
-        """Replace 3x3 convolutions by `make(convolution, the block's stride at it)`.
-
-        Args:
-            which: "all" or "first".
-            strided: whether to replace a convolution with a stride, too.
-        """
-        if strided or self.stride == 1:
-            self.conv1 = make(self.conv1, self.stride)
-        if which == "all":
-            self.conv2 = make(self.conv2, 1)
-
-
-class AttendsInBottleneck:
-    """A mixin for timm's or torchvision's Bottleneck: augments its 3x3 convolution."""
-
-    def augment(self, make: MakeLayer, which: str, strided: bool) -> None:
-        """Replace the 3x3 convolution by `make(convolution, stride)`, unless it has a stride and `strided` is false."""
-        if strided or self.stride == 1:
-            self.conv2 = make(self.conv2, self.stride)
-
-
-class _TimmBlock:
-    """The common part of timm's two blocks."""
+class _Block:
+    """The common part of the blocks with attention: (x, prev_logits) -> (x, logits) | x."""
 
     def add_shortcut(self, x: Tensor, shortcut: Tensor) -> Tensor:
         """Return the branch's output plus the shortcut."""
@@ -94,8 +69,20 @@ class _TimmBlock:
         return x
 
 
-class AttnBasicBlock(_TimmBlock, AttendsInBasicBlock, BasicBlock):
-    """timm's BasicBlock with attention; (x, prev_logits) -> (x, logits) | x."""
+class AttendsInBasicBlock(_Block):
+    """A mixin for a BasicBlock with timm's names: augments both 3x3 convolutions, or the first."""
+
+    def augment(self, make: MakeLayer, which: str, strided: bool) -> None:
+        """Replace 3x3 convolutions by `make(convolution, the block's stride at it)`.
+
+        Args:
+            which: "all" or "first".
+            strided: whether to replace a convolution with a stride, too.
+        """
+        if strided or self.stride == 1:
+            self.conv1 = make(self.conv1, self.stride)
+        if which == "all":
+            self.conv2 = make(self.conv2, 1)
 
     def forward(
         self, x: Tensor, prev_logits: Tensor | None = None
@@ -115,8 +102,13 @@ class AttnBasicBlock(_TimmBlock, AttendsInBasicBlock, BasicBlock):
         return hand_on(self.act2(x), logits)
 
 
-class AttnBottleneck(_TimmBlock, AttendsInBottleneck, Bottleneck):
-    """timm's Bottleneck with attention; (x, prev_logits) -> (x, logits) | x."""
+class AttendsInBottleneck(_Block):
+    """A mixin for a Bottleneck with timm's names: augments its 3x3 convolution."""
+
+    def augment(self, make: MakeLayer, which: str, strided: bool) -> None:
+        """Replace the 3x3 convolution by `make(convolution, stride)`, unless it has a stride and `strided` is false."""
+        if strided or self.stride == 1:
+            self.conv2 = make(self.conv2, self.stride)
 
     def forward(
         self, x: Tensor, prev_logits: Tensor | None = None
@@ -138,6 +130,14 @@ class AttnBottleneck(_TimmBlock, AttendsInBottleneck, Bottleneck):
 
         x = self.add_shortcut(x, shortcut)
         return hand_on(self.act3(x), logits)
+
+
+class AttnBasicBlock(AttendsInBasicBlock, BasicBlock):
+    """timm's BasicBlock with attention."""
+
+
+class AttnBottleneck(AttendsInBottleneck, Bottleneck):
+    """timm's Bottleneck with attention."""
 
 
 @dataclass(frozen=True)

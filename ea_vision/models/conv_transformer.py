@@ -136,7 +136,6 @@ class ConvTransformer(HeadedNetwork, nn.Module):
         conv_drop_rate: dropout on the convolutions' outputs.
         ff_drop_rate: dropout between the two feed-forward layers.
         drop_path_rate: stochastic depth at the last block, growing linearly from 0 at the first.
-        zero_init_last: whether every residual branch begins at zero, as in timm's ResNet.
         **kwargs: those of `AttentionConfig` (attn_stages, such as (2, 3, 4) for maps of 16x16, 8x8 and 4x4, by default
             the last two; num_heads, by default 4; qk_ratio and v_ratio, by default 1; position, window, evolution,
             attn_drop_rate, ...) and of the evolution (alpha, beta, kernel_size, num_layers, ...).
@@ -161,7 +160,6 @@ class ConvTransformer(HeadedNetwork, nn.Module):
         conv_drop_rate: float = 0.0,
         ff_drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
-        zero_init_last: bool = True,
         device=None,
         dtype=None,
         **kwargs: Any,
@@ -213,13 +211,11 @@ class ConvTransformer(HeadedNetwork, nn.Module):
         self.head = ClassifierHead(
             self.num_features, num_classes, pool_type=global_pool, drop_rate=drop_rate, **dd
         )
-        self.init_weights(zero_init_last)
+        self.init_weights()
 
-    def init_weights(self, zero_init_last: bool = True) -> None:
-        """Initialise as `HeadedNetwork` does; with `zero_init_last`, set the last norm of each branch to zero."""
+    def init_weights(self) -> None:
+        """Initialise as `HeadedNetwork` does, but the last norm of each branch with zero."""
         super().init_weights()
-        if not zero_init_last:
-            return
         for block in self.modules():
             if isinstance(block, ConvBlock):
                 nn.init.zeros_(block.bn.weight)

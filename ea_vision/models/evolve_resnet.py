@@ -23,8 +23,7 @@ from ea_vision.layers import AugmentedConv2d
 from ea_vision.layers.evolution import all_zero
 from ea_vision.models._attention_config import AttentionConfig, to_size
 from ea_vision.models._mechanisms import refuse
-from ea_vision.models._stages import hand_on, run_conv
-from ea_vision.models.any_transformer import shared_copy
+from ea_vision.models.any_transformer import plain_class, shared_copy
 from ea_vision.models.attn_resnet import (
     STAGES,
     AttendsInBasicBlock,
@@ -39,34 +38,20 @@ from ea_vision.models.note import forget_evolution, remember_evolution
 from ea_vision.ops import Size
 
 
-class AttnTorchvisionBasicBlock(AttendsInBasicBlock, torchvision_resnet.BasicBlock):
-    """torchvision's BasicBlock with attention; (x, prev_logits) -> (x, logits) | x."""
+class _TimmsNames:
+    """timm's names for the activations of torchvision's blocks, and for steps that these lack."""
 
-    def forward(
-        self, x: Tensor, prev_logits: Tensor | None = None
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        shortcut = x if self.downsample is None else self.downsample(x)
-        x, logits = run_conv(self.conv1, x, prev_logits)
-        x = self.relu(self.bn1(x))
-        x, logits = run_conv(self.conv2, x, logits)
-        x = self.bn2(x)
-        x += shortcut
-        return hand_on(self.relu(x), logits)
+    se = drop_path = None
+    drop_block = aa = staticmethod(lambda x: x)
+    act1 = act2 = act3 = property(lambda self: self.relu)
 
 
-class AttnTorchvisionBottleneck(AttendsInBottleneck, torchvision_resnet.Bottleneck):
-    """torchvision's Bottleneck with attention; (x, prev_logits) -> (x, logits) | x."""
+class AttnTorchvisionBasicBlock(_TimmsNames, AttendsInBasicBlock, torchvision_resnet.BasicBlock):
+    """torchvision's BasicBlock with attention."""
 
-    def forward(
-        self, x: Tensor, prev_logits: Tensor | None = None
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        shortcut = x if self.downsample is None else self.downsample(x)
-        x = self.relu(self.bn1(self.conv1(x)))
-        x, logits = run_conv(self.conv2, x, prev_logits)
-        x = self.relu(self.bn2(x))
-        x = self.bn3(self.conv3(x))
-        x += shortcut
-        return hand_on(self.relu(x), logits)
+
+class AttnTorchvisionBottleneck(_TimmsNames, AttendsInBottleneck, torchvision_resnet.Bottleneck):
+    """torchvision's Bottleneck with attention."""
 
 
 class AttnTorchvisionResNet(ResNetStages, torchvision_resnet.ResNet):
@@ -91,7 +76,6 @@ BLOCKS = {
     torchvision_resnet.BasicBlock: AttnTorchvisionBasicBlock,
     torchvision_resnet.Bottleneck: AttnTorchvisionBottleneck,
 }
-PLAIN_BLOCKS = {attending: plain for plain, attending in BLOCKS.items()}
 
 
 def is_resnet(model: nn.Module) -> bool:
@@ -178,7 +162,7 @@ def unevolve_resnet(model: nn.Module) -> nn.Module:
             conv = getattr(block, name)
             if isinstance(conv, AugmentedConv2d):
                 setattr(block, name, conv.conv)
-        block.__class__ = PLAIN_BLOCKS[type(block)]
+        block.__class__ = plain_class(type(block))
     for stage in STAGES:
         blocks = getattr(plain, f"layer{stage}")
         setattr(plain, f"layer{stage}", nn.Sequential(*blocks))

@@ -8,8 +8,6 @@ Models keep their class. Each attention layer gets a module `maps` with its mech
 `ALL_ATTENTION_FUNCTIONS["ea_vision"]`. The class of each block is replaced by a subclass that runs the block's forward.
 """
 
-import functools
-import logging
 import re
 import sys
 import types
@@ -29,7 +27,6 @@ from ea_vision.models.any_transformer import shared_copy
 from ea_vision.models.evolve import Family, register_family
 from ea_vision.ops import Size, use_implementation
 
-log = logging.getLogger(__name__)
 NAME = "ea_vision"  # key of the attention function, and of the evolution in a model's configuration
 # Saved configurations have this as their implementations, with which transformers refuses to build a plain model. Two,
 # since callers may set one.
@@ -75,8 +72,6 @@ def attention(
             raise ValueError(
                 f"evolving maps do not support {name!r}, which {type(module).__name__} has"
             )
-    if kwargs.get("output_attentions"):
-        _say_how_to_record()
     heads = query.shape[1]  # some may share keys, or values
     written = maps.chain.written(module, key.shape[2])
     key = repeat_kv(key[:, :, :written], heads // key.shape[1])
@@ -88,14 +83,6 @@ def attention(
     reading = sequences.reading_of(attention_mask, bias, causal, query.shape[2], key)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return maps(query, key, value, reading, scale, dropout), None
-
-
-@functools.cache
-def _say_how_to_record() -> None:
-    """Warn once that output_attentions returns nothing, as with sdpa."""
-    log.warning(
-        "an evolved model returns no output_attentions: ea_vision.record_attention gives its maps"
-    )
 
 
 def register() -> None:
@@ -296,21 +283,6 @@ def _around(model: nn.Module, block: str) -> nn.Module:
     return next(owner for owner in owners if not isinstance(owner, (nn.ModuleList, nn.ModuleDict)))
 
 
-def _say_windows(model: nn.Module, kind: str | None) -> None:
-    """Warn if layers that evolve have a sliding window: kinds that mix maps take no longer sequences."""
-    windows = []
-    for layer in model.modules():
-        if getattr(getattr(layer, "maps", None), "evolution", None) is not None:
-            windows.append(inspect_attention.window_of(layer))
-    if any(windows) and kind not in sequences.POINTWISE:
-        log.warning(
-            "layers of %s have a sliding window: evolution %r refuses sequences that are longer than it, %d tokens",
-            type(model).__name__,
-            kind,
-            min(filter(None, windows)),
-        )
-
-
 def _on_meta(model: nn.Module) -> nn.Module:
     """Return a copy of a model without numbers, and without hooks."""
     copied = shared_copy(model, on_meta=True).eval()
@@ -404,7 +376,6 @@ def evolve_huggingface(
     _check_forward(model, mechanisms)
     evolving = shared_copy(model)
     give(evolving, mechanisms)
-    _say_windows(evolving, mechanisms.kind)
     # PEFT stores it as an adapter's base, which nobody then takes for the plain model
     evolving.name_or_path = f"ea_vision.evolve({model.name_or_path})"
     return evolving
@@ -469,7 +440,6 @@ def from_pretrained(folder: str, **kwargs: Any) -> nn.Module:
     model, info = cls.from_pretrained(folder, **kwargs)
     _check_weights(folder, info)
     model.__class__ = plain
-    _say_windows(model, keywords["kind"])
     return (model, info) if with_info else model
 
 

@@ -27,7 +27,6 @@ from typing import Any
 
 import timm
 from timm.models import generate_default_cfgs, register_model
-from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import VisionTransformer
 from timm.models.vision_transformer import checkpoint_filter_fn as timm_filter
 from torch import Tensor, nn
@@ -42,8 +41,28 @@ from ea_vision.models.any_transformer import evolve_blocks
 _logger = logging.getLogger(__name__)
 
 
-class _Evolves:
-    """The common part of the evolving networks: a mixin for timm's class."""
+class EvolvingVisionTransformer(VisionTransformer):
+    """timm's VisionTransformer whose attention maps evolve.
+
+    Args:
+        evolution: a registered kind, "ea", "pa", "conv2d", ...; None for maps that do not evolve.
+        attn_layers: the blocks that evolve, counted from 1 as in `record_attention`. None: all, except the first if the
+            kind reads the previous block's maps.
+        prefix: "convolve": the maps' convolutions run over all T x T (as in the papers); "pass": over the patches only,
+            and the prefix tokens' rows and columns bypass them.
+        value_residual: whether to mix the first block's values into those of the others (ResFormer). True begins as the
+            plain network, "paper" with 0.5 of each.
+        token_conv: whether each block except the first begins with a depthwise 3x3 convolution over the patches. True
+            begins as the plain network, "paper" with random kernels.
+        alpha, beta, learnable, kernel_size, ...: options of the evolution. By default it begins as timm's plain network
+            and learns from there. It begins as in its paper with start="paper" or learnable=False, or if an option that
+            defines the identity start (alpha, beta) is set and learnable is not.
+        **kwargs: those of timm's VisionTransformer.
+
+    Raises:
+        ValueError: the evolution does not have an option, or layers, blocks, attention or a patch dropout do not allow
+            evolution.
+    """
 
     feature_indices = 3  # by default features_only returns the last three, as in timm
 
@@ -89,37 +108,6 @@ class _Evolves:
             len(start),
         )
         return {**state, **start}
-
-
-class EvolvingVisionTransformer(_Evolves, VisionTransformer):
-    """timm's VisionTransformer whose attention maps evolve.
-
-    Args:
-        evolution: a registered kind, "ea", "pa", "conv2d", ...; None for maps that do not evolve.
-        attn_layers: the blocks that evolve, counted from 1 as in `record_attention`. None: all, except the first if the
-            kind reads the previous block's maps.
-        prefix: "convolve": the maps' convolutions run over all T x T (as in the papers); "pass": over the patches only,
-            and the prefix tokens' rows and columns bypass them.
-        value_residual: whether to mix the first block's values into those of the others (ResFormer). True begins as the
-            plain network, "paper" with 0.5 of each.
-        token_conv: whether each block except the first begins with a depthwise 3x3 convolution over the patches. True
-            begins as the plain network, "paper" with random kernels.
-        alpha, beta, learnable, kernel_size, ...: options of the evolution. By default it begins as timm's plain network
-            and learns from there. It begins as in its paper with start="paper" or learnable=False, or if an option that
-            defines the identity start (alpha, beta) is set and learnable is not.
-        **kwargs: those of timm's VisionTransformer.
-
-    Raises:
-        ValueError: the evolution does not have an option, or layers, blocks, attention or a patch dropout do not allow
-            evolution.
-    """
-
-
-class EvolvingVisionTransformerDistilled(_Evolves, VisionTransformerDistilled):
-    """timm's VisionTransformerDistilled (DeiT with a distillation token) whose attention maps evolve.
-
-    Args: those of `EvolvingVisionTransformer`.
-    """
 
 
 _ADDED = (".attn.evolution.", ".attn.value_residual.", ".token_conv.")

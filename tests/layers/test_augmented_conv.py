@@ -237,7 +237,7 @@ def test_channels_last_in_gives_channels_last_out():
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("channels", [(5, 70), (64, 72)])
 def test_a_projection_is_the_1x1_convolution_in_its_inputs_layout(channels, layout):
-    projection = Projection(*channels).to(memory_format=layout)
+    projection = Projection(*channels, 1).to(memory_format=layout)
     x = torch.randn(2, channels[0], 3, 4).to(memory_format=layout)
     inputs = (x.requires_grad_(), projection.weight, projection.bias)
     y = projection(x)

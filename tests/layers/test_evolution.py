@@ -9,6 +9,7 @@ from torch.testing import assert_close
 
 from ea_vision.deployment.evolution import fold_evolution
 from ea_vision.layers import AugmentedConv2d, EvolvingAttention, create_evolution
+from ea_vision.layers.handing_on import Handed
 from ea_vision.models.any_transformer import EvolvingVitAttention, by_heads
 from ea_vision.ops import evolving_attention, use_implementation
 from tests.layers.oracle import assert_same, evolved_maps
@@ -71,11 +72,12 @@ class TokenLayer(EvolvingVitAttention):
         self.evolution = evolution
         self.need_logits = True
         self.value_residual = None
+        self.number = 2
 
     def forward(self, x, prev_logits=None, feat_size=None):
         q, k, v = by_heads(self, self.qkv(x))
-        out, logits, _ = self.attend(x, q, k, v, prev_logits, feat_size, None)
-        return self.finish(out, x), logits
+        out, handed = self.attend(x, q, k, v, Handed(logits=prev_logits), feat_size)
+        return self.finish(out.flatten(2), x), handed.logits
 
 
 def layer_and_input(evolution, over_tokens):

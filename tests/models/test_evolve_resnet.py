@@ -242,7 +242,7 @@ class LoRA(Projection):
     """A projection with a low-rank part, in loralib's way."""
 
     def __init__(self, base):
-        super().__init__(base.in_channels, base.out_channels)
+        super().__init__(base.in_channels, base.out_channels, 1)
         self.load_state_dict(base.state_dict(), strict=False)
         self.low_rank = torch.nn.Conv2d(base.in_channels, base.out_channels, 1, bias=False)
 
