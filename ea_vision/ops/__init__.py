@@ -92,18 +92,6 @@ def exporting() -> bool:
     return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
 
 
-def _as_number(gate: float | Tensor) -> float | Tensor:
-    """Return the gate as a number if it is on the CPU and needs no gradient: kernels have shortcuts for numbers."""
-    if not isinstance(gate, Tensor):
-        return float(gate)
-    learns = torch.is_grad_enabled() and gate.requires_grad
-    is_readable = gate.numel() == 1 and gate.device.type == "cpu" and not learns
-    traced = torch.compiler.is_compiling() or exporting()
-    if not is_readable or traced or reason_against_kernels() is not None:
-        return gate
-    return gate.item()
-
-
 def _choose(problem: Problem) -> Implementation:
     """Return the first of the device's implementations that can solve the problem; log why the ones before cannot."""
     device = problem.q.device.type
@@ -179,8 +167,6 @@ def evolving_attention(
         ValueError: the shapes do not fit, or the implementation cannot run the call.
     """
     problem = Problem(q, k, v, *more, **options).checked()
-    problem.alpha = _as_number(problem.alpha)
-    problem.beta = _as_number(problem.beta)
     if problem.prev_logits is not None and not torch.compiler.is_compiling():
         log_large_map(q.shape[1], problem.feat_size)
     name = implementation

@@ -8,11 +8,9 @@ subnormal numbers, so the speed does not depend on torch.set_flush_denormal.
 
 import ctypes
 import functools
-import math
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from ea_vision.ops.cpu_library import DTYPES, AttentionStruct, reason_against_library, run
 from ea_vision.ops.problem import (
@@ -197,20 +195,6 @@ def _differentiate(ctx, d_out, d_logits, _):
 
 _forward.register_autograd(_differentiate, setup_context=_save)
 refuse_second_derivatives(_backward)
-
-
-@register_flop_formula(torch.ops.ea_vision.cpu_attention)
-def _flops(q, k, v, height_rel, width_rel, prev, weight, *_, out_shape=None, **__) -> int:
-    """Count operations from shapes, two per multiply-add, as torch counts them in the reference."""
-    B, K, N, D = q
-    multiplications = B * K * N * N * (D + v[3])
-    if height_rel is not None:
-        H = (height_rel[0] + 1) // 2
-        W = (width_rel[0] + 1) // 2
-        multiplications += B * K * N * D * (H + W)
-    if weight is not None:
-        multiplications += B * N * N * math.prod(weight)
-    return 2 * multiplications
 
 
 def _parameter(x: Tensor | None) -> Tensor | None:

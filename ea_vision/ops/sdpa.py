@@ -38,11 +38,6 @@ def folded(problem: Problem) -> tuple[Tensor, Tensor]:
     return torch.cat([q, row_terms, column_terms], dim=-1), torch.cat([k, rows, cols], dim=-1)
 
 
-def widened(x: Tensor, width: int) -> Tensor:
-    """Return x (B, K, N, D) padded with zeros to (B, K, N, width)."""
-    return F.pad(x, (0, width - x.shape[-1]))
-
-
 def fused_attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout_p: float, scale: float
 ) -> Tensor:
@@ -90,6 +85,6 @@ class Sdpa(Implementation):
         # fused kernels want one width, a multiple of 8
         widest = max(q.shape[-1], v.shape[-1])
         width = (widest + 7) // 8 * 8
-        wide = (widened(x, width) for x in (q, k, v))
+        wide = (F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
         out = fused_attention(*wide, None, problem.dropout_p, 1.0)
         return out[..., : v.shape[-1]], None
