@@ -127,8 +127,6 @@ class Problem:
                 f"between their pixels has no meaning otherwise), got {M} keys and {N} queries"
             )
         if p.height_rel is not None:
-            if p.width_rel is None:
-                raise ValueError("width_rel is required beside height_rel, got None")
             p.height_rel, p.width_rel = tables_on_map(
                 p.height_rel, p.width_rel, p.feat_size, p.window
             )

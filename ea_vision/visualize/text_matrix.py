@@ -205,14 +205,15 @@ def token_block(
     queries, keys = tokens.sides(layer)
     side = min(room, queries.room + keys.length)
     each = max(1, int(room // side))
-    tiles = [_tile(layer, tokens, head, part, style) for head in heads]
+    tiles = [_tile(layer, queries, keys, head, part, style) for head in heads]
     rows = [Row(tiles[first : first + each]) for first in range(0, len(tiles), each)]
     name = f"layer {layer.number} {tokens.kind(layer)}".rstrip()
     return Block(rows, name, enlarged=side / LARGEST_TILE)
 
 
-def _tile(layer: LayerMaps, tokens: Tokens, head: Head, part: str, style: MapStyle) -> Tile:
-    queries, keys = tokens.sides(layer)
+def _tile(
+    layer: LayerMaps, queries: Side, keys: Side, head: Head, part: str, style: MapStyle
+) -> Tile:
     maps = layer[part][0].float().cpu()
     blank = maps == 0 if part == "attn" else maps <= HIDDEN_LOGIT
     hidden = blank.all(0).numpy() | queries.padding[:, None] | keys.padding
