@@ -19,7 +19,6 @@ import ea_vision
 from ea_vision import evolve, record_attention, unevolve
 from ea_vision.layers import Evolution, TokenConv
 from ea_vision.layers.sequence_attention import Chain
-from ea_vision.models import huggingface
 from ea_vision.ops import use_implementation
 from experiments.transformers_models import build, working_inputs
 from tests.layers.oracle import map_conv
