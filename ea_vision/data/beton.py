@@ -8,14 +8,13 @@ so damage to an image that is stored as pixels is not noticed.
 import importlib
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from ea_vision.base.errors import UsageError
 from ea_vision.base.files import write_json
-from ea_vision.data.decoding import MAX_PIXELS, BrokenImage
 from ea_vision.data.image_files import check_classes, fingerprint
 
 HELP = """Debian, Ubuntu: apt-get install libturbojpeg0-dev libopencv-dev pkg-config && pip install ffcv; \
@@ -100,21 +99,19 @@ def write_about(
     write_json(sidecar(path), {**about, "fingerprint": tables.fingerprint(about)})
 
 
-def read_about(path: Path, tables: Tables) -> dict[str, Any]:
-    """Return what FILE.json beside a .beton file says: classes, and evaluated (None: whole images); {} without one.
+def read_about(path: Path, tables: Tables) -> tuple[list[str], Evaluated | None]:
+    """Return what FILE.json beside a .beton file says: classes, and how images were scaled and cropped (None: not).
 
     Raises:
         UsageError: write-ffcv did not write it, it belongs to other tables than these, or one of the files is damaged.
     """
     file = sidecar(path)
-    if not file.exists():
-        return {}
     try:
         about = json.loads(file.read_text(encoding="utf-8"))
         fits = about["fingerprint"] == tables.fingerprint(about)
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise UsageError(
-            f"{file} cannot be read as ea-vision write-ffcv writes it ({error!r}): {_ADVICE}"
+            f"{file} is required as ea-vision write-ffcv writes it, and cannot be read ({error!r}): {_ADVICE}"
         ) from error
     if not fits:
         raise UsageError(
@@ -122,7 +119,7 @@ def read_about(path: Path, tables: Tables) -> dict[str, Any]:
             f"of the tables differs): {_ADVICE}"
         )
     evaluated = about["evaluated"]
-    return {"classes": about["classes"], "evaluated": evaluated and Evaluated(*evaluated)}
+    return about["classes"], evaluated and Evaluated(*evaluated)
 
 
 _ADVICE = "write both anew by ea-vision write-ffcv"
@@ -131,7 +128,7 @@ _ADVICE = "write both anew by ea-vision write-ffcv"
 class Beton:
     """The images and classes of a .beton file: fields `image` (RGB) and `label` (int), in this order.
 
-    classes: from FILE.json, or numbers if there is none. table: int64 (N, 5), for each image its place in the file,
+    classes: from FILE.json. table: int64 (N, 5), for each image its place in the file,
     bytes, height, width and whether it is JPEG. evaluated: how images were scaled and cropped before they were stored;
     None: not at all.
 
@@ -147,20 +144,11 @@ class Beton:
     def __init__(self, path: Path, num_classes: int = 0, evaluated: Evaluated | None = None):
         self.name = str(path)
         tables = read_tables(path)
-        about = read_about(path, tables)
+        self.classes, self.evaluated = read_about(path, tables)
         self.table = tables.rows
         self.labels = tables.labels
         self.data = _mapped(self.name)
-        self.evaluated = about.get("evaluated")
-        least = self.labels.min()
-        most = self.labels.max()
-        numbers = [str(label) for label in range(num_classes or most + 1)]
-        self.classes = about.get("classes") or numbers
         check_classes(self.name, self.classes, num_classes)
-        if least < 0 or most >= len(self.classes):
-            raise UsageError(
-                f"labels of {path} must lie in 0..{len(self.classes) - 1}, got {least}..{most}"
-            )
         if self.evaluated != evaluated:
             raise UsageError(
                 f"{path} must have {_how(evaluated)}, got {_how(self.evaluated)}: write it anew by "
@@ -183,32 +171,14 @@ class Beton:
         return f"{self.name} {index}"
 
     def read(self, index: int) -> tuple[torch.Tensor, int]:
-        """Return an image that is stored as pixels, uint8 (H, W, 3), and its target.
-
-        Raises:
-            BrokenImage: its place or number of bytes is impossible.
-        """
-        if self.impossible(self.table[[index]])[0]:
-            raise BrokenImage(IMPOSSIBLE)
+        """Return an image that is stored as pixels, uint8 (H, W, 3), and its target."""
         start, size, height, width, _ = self.table[index]
         pixels = self.data[start : start + size].reshape(height, width, 3)
         return torch.tensor(pixels), int(self.labels[index])
 
-    def impossible(self, rows: np.ndarray) -> np.ndarray:
-        """Return which rows (B, 5) of `table` are impossible for an image: bool (B,)."""
-        start, size, height, width, is_jpeg = rows.T
-        pixels = height * width
-        outside = (start < 0) | (size < 0) | (start + size > len(self.data))
-        too_many = (pixels <= 0) | (pixels > MAX_PIXELS)
-        other_size = (is_jpeg == 0) & (size != 3 * pixels)
-        return outside | too_many | other_size
-
     def fingerprint(self) -> str:
         """Return SHA-256 over classes, labels and the size of every image in pixels and bytes."""
         return fingerprint(self.classes, self.labels, self.table[:, 1:])
-
-
-IMPOSSIBLE = "the file's table gives it an impossible size or place"
 
 
 def _mapped(path: str) -> np.ndarray:

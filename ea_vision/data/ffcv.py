@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ea_vision.base.processes import usable_cpus
 from ea_vision.data.augment import normalize
-from ea_vision.data.beton import IMPOSSIBLE, Beton, require_ffcv
+from ea_vision.data.beton import Beton, require_ffcv
 from ea_vision.data.imagenet import AHEAD, MOST_BY_DEFAULT, ImageTrainLoader
 
 RATIO = np.array([3 / 4, 4 / 3])  # smallest and largest ratio of width to height of a training crop
@@ -40,13 +40,10 @@ def _compiled() -> Callable[..., None]:
     @njit(nogil=True)
     def show(data, table, seeds, scale, ratio, hflip, levels, decoded, out, bad):
         """Write crops of the images in `data` that `table` (B, 5) describes to `out` (B, 3, S, S), each byte as its
-        value in `levels` (3, 256). bad (B,): images to leave out, to which damaged JPEGs are added. decoded: memory for
-        the largest image."""
+        value in `levels` (3, 256). bad (B,): where damaged JPEGs are noted. decoded: memory for the largest image."""
         side = out.shape[2]
         scaled = np.empty((side, side, 3), np.uint8)
         for n in range(len(table)):
-            if bad[n]:
-                continue
             start, size, height, width, is_jpeg = table[n]
             pixels = data[start : start + size]
             if is_jpeg:
@@ -111,9 +108,7 @@ class BetonTrainLoader(ImageTrainLoader):
         """Return the crops of rows of (seed, index). On a CPU they are normalised; a GPU normalises bytes itself."""
         seeds, ids = keys.T
         table = self.source.table[ids]
-        impossible = self.source.impossible(table)
-        bad = impossible.copy()
-        pixels = np.where(bad, 0, table[:, 2] * table[:, 3])
+        bad = np.zeros(len(table), bool)
         out = self._memory((self.batch_size, 3, img_size, img_size))
         _compiled()(
             self.source.data,
@@ -123,13 +118,11 @@ class BetonTrainLoader(ImageTrainLoader):
             RATIO,
             self.hflip,
             self._levels,
-            np.empty(3 * pixels.max(), np.uint8),
+            np.empty(3 * (table[:, 2] * table[:, 3]).max(), np.uint8),
             out.numpy(),
             bad,
         )
-        problems = {}
-        for place in bad.nonzero()[0].tolist():
-            problems[place] = IMPOSSIBLE if impossible[place] else "it is a damaged JPEG"
+        problems = dict.fromkeys(bad.nonzero()[0].tolist(), "it is a damaged JPEG")
         return out, self.source.labels[ids].tolist(), problems
 
     @functools.cached_property
