@@ -101,7 +101,7 @@ def classify(
         {"--output": args.output, "--min-score": args.min_score},
         f"applies to objects, and {args.model} finds none: a run of train-detection is required",
     )
-    for entry in predict(loaded, images, args.top or TOP, args.batch_size):
+    for entry in predict(loaded, images, args.top or TOP):
         likely = ", ".join(
             f"{one['name']} {100 * one['probability']:.1f}%" for one in entry["classes"]
         )
@@ -184,9 +184,6 @@ def main(argv: list[str] | None = None) -> int:
         metavar="FILE",
         help="write a list of images with their classes, or COCO's results, "
         "to FILE ('-': print it instead of the table)",
-    )
-    parser.add_argument(
-        "--batch-size", type=positive, default=16, help="images per batch (default: 16)"
     )
     parser.add_argument(
         "--min-score",

@@ -44,7 +44,7 @@ def expected(path, top):
 
 
 def test_classes_are_those_of_timm_s_own_steps(photos, capsys):
-    assert main(f"{MODEL} {photos} --json - --batch-size 2 --device cpu".split()) == 0
+    assert main(f"{MODEL} {photos} --json - --device cpu".split()) == 0
     rows = json.loads(capsys.readouterr().out)
     names = ("a.png", "b.png", "deep/c.png")
     assert [row["image"] for row in rows] == [str(photos / name) for name in names]

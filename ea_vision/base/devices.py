@@ -117,13 +117,6 @@ def reset_peak_memory(device: torch.device) -> None:
     _call(device, "reset_peak_memory_stats")
 
 
-def total_memory(device: torch.device) -> int | None:
-    """Return the bytes of memory of the device, or None if unknown."""
-    if device.type == "mps":
-        return torch.mps.recommended_max_memory()
-    return getattr(_call(device, "get_device_properties"), "total_memory", None)
-
-
 def device_name(device: torch.device) -> str:
     """Return the name that the device's driver gives it, or its kind."""
     return _call(device, "get_device_name", device.type)

@@ -10,13 +10,11 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import timm.data
 import torch
-from PIL import Image
 from timm.layers import to_2tuple
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -79,14 +77,21 @@ def train_transform(
 
 
 class Decoder(Dataset):
-    """Turns rows of (seed, index) into a batch, in the worker processes.
+    """Turns rows of (seed, index) into a batch, in the worker processes, for which it can be pickled.
 
-    read: takes an index, returns uint8 pixels of `shape` and a target; it may raise BrokenImage.
+    Args:
+        transform: makes an image's uint8 pixels of `shape`.
     """
 
-    def __init__(self, read: Callable[[int], tuple[Tensor, Any]], shape: tuple[int, ...]):
-        self.read = read
+    def __init__(self, source, transform: Callable, shape: tuple[int, ...]):
+        self.source = source
+        self.transform = transform
         self.shape = shape
+
+    def read(self, index: int) -> tuple[Tensor, Any]:
+        """Return the pixels of an image, and its target. Raises BrokenImage."""
+        image, target = self.source.read(index)
+        return self.transform(image), target
 
     def __getitems__(self, keys: np.ndarray) -> Decoded:
         """Return uint8 (B, *shape), targets, and the errors of broken images by place; their pixels are 0."""
@@ -114,18 +119,6 @@ def _own_random_state() -> Iterator[None]:
         yield
     random.setstate(python_state)
     np.random.set_state(numpy_state)
-
-
-@dataclass
-class TransformedImages:
-    """Reads image number `index` of a source and transforms it; can be pickled, for worker processes."""
-
-    source: Any
-    transform: Callable[[Image.Image], Tensor]
-
-    def __call__(self, index: int) -> tuple[Tensor, int]:
-        image, target = self.source.read(index)
-        return self.transform(image), target
 
 
 def _as_decoded(batch):
@@ -209,8 +202,7 @@ class DecodingLoader(Loader):
         return most if start_method() == "fork" else min(most, len(self.source) // IMAGES_PER_SPAWN)
 
     def _decoder(self, img_size: int | Size) -> Decoder:
-        read = TransformedImages(self.source, self.transform(img_size))
-        return Decoder(read, (*to_2tuple(img_size), 3))
+        return Decoder(self.source, self.transform(img_size), (*to_2tuple(img_size), 3))
 
     def _decoded(self, batches: list[np.ndarray], img_size: int) -> Iterator[Decoded]:
         """Yield the decoder's result for each batch of rows (seed, index), in order."""

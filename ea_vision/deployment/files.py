@@ -204,9 +204,9 @@ class ExportedNetwork(nn.Module):
             open_file = _open_program if path.suffix.lower() == ".pt2" else _open_onnx
             metadata, self.run = open_file(path)
         with _named(f"{path} must be a network that ea-vision export wrote; its metadata lack"):
-            metadata = {"crop_mode": json.dumps("center"), **metadata}  # older files lack it
-            values = {field.name: json.loads(metadata[field.name]) for field in fields(About)}
-            about = About(**values)
+            about = About(
+                **{field.name: json.loads(metadata[field.name]) for field in fields(About)}
+            )
             about = replace(about, size=tuple(about.size))
         with _named(
             f"{path} says that it takes images {(3, *about.size)} and gives logits, and its network refuses:"

@@ -1,6 +1,6 @@
 """Detectors at the door: how a run of train-detection is built again, and how its images are prepared."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +26,9 @@ class DetectorModel(LoadedModel):
     category_ids: Sequence[int] = ()
     classifies = False
 
-    def detect(
-        self, images: Sequence[Image.Image], batch_size: int = 8
-    ) -> Iterator[dict[str, Tensor]]:
+    def detect(self, images: Iterable[Image.Image]) -> Iterator[dict[str, Tensor]]:
         """Find objects in RGB images of any size, in their order; see `ea_vision.detection.predict.detect`."""
-        return detect(self.model, images, batch_size)
+        return detect(self.model, images)
 
 
 def _create(name: str, *, pretrained: bool = False, **kwargs: Any) -> Detector:

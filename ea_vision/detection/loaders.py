@@ -4,26 +4,18 @@ A batch's images are float32 (B, 3, S, S) in 0..1; the detector normalises them.
 boxes (n, 4), labels (n,), image_id and size, as in `CocoFolder`.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 
 from ea_vision.data.batches import Batch, sent
 from ea_vision.data.imagenet import Decoder, DecodingLoader, ImageEvalLoader, ImageTrainLoader
-from ea_vision.detection.coco import CocoFolder
 
 ARRAYS = ("boxes", "labels")  # of a target
 
 
-@dataclass
-class TransformedBoxes:
-    """Reads image number `index` with its boxes and transforms both; can be pickled, for worker processes."""
+class BoxDecoder(Decoder):
+    """Its source is a `CocoFolder`; the transform takes an image and its target."""
 
-    source: CocoFolder
-    transform: Callable
-
-    def __call__(self, index: int) -> tuple[torch.Tensor, dict]:
+    def read(self, index: int) -> tuple[torch.Tensor, dict]:
         """Return image and target, with boxes as NumPy arrays: each tensor sent by a worker needs a file descriptor."""
         image, target = self.transform(*self.source[index])
         arrays = {name: target[name].numpy() for name in ARRAYS}
@@ -34,8 +26,7 @@ class _Boxes(DecodingLoader):
     """Mixed into a loader of images: its source is a `CocoFolder`."""
 
     def _decoder(self, img_size: int) -> Decoder:
-        read = TransformedBoxes(self.source, self.transform(img_size))
-        return Decoder(read, (3, img_size, img_size))
+        return BoxDecoder(self.source, self.transform(img_size), (3, img_size, img_size))
 
     def _batch(self, images: torch.Tensor, targets: list[dict], ids: torch.Tensor) -> Batch:
         images = images.to(self.device, non_blocking=True).float().div_(255)

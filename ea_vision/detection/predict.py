@@ -1,6 +1,6 @@
 """A trained detector on images of any size."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import torch
 from PIL import Image
@@ -10,9 +10,7 @@ from ea_vision.detection.model import Detector
 from ea_vision.detection.transforms import fit_image, found_in_original
 
 
-def detect(
-    detector: Detector, images: Sequence[Image.Image], batch_size: int = 8
-) -> Iterator[dict[str, Tensor]]:
+def detect(detector: Detector, images: Iterable[Image.Image]) -> Iterator[dict[str, Tensor]]:
     """Run a detector, in evaluation mode, on RGB images of any size; yield for each, in their order, torchvision's
     boxes (n, 4), x1 y1 x2 y2 in pixels of the image, scores (n,) and labels (n,), highest score first, on the CPU.
 
@@ -29,10 +27,8 @@ def detect(
                 raise FloatingPointError("gives no finite number")
 
     device = next(detector.parameters()).device
-    for start in range(0, len(images), batch_size):
-        chunk = images[start : start + batch_size]
-        fitted = torch.stack([fit_image(image, detector.img_size) for image in chunk])
+    for image in images:
+        fitted = fit_image(image, detector.img_size).to(device)
         with torch.no_grad(), detector.head.register_forward_hook(check):
-            detected = detector(fitted.to(device))
-        for image, one in zip(chunk, detected, strict=True):
-            yield found_in_original(one, (image.height, image.width), detector.img_size)
+            [detected] = detector(fitted[None])
+        yield found_in_original(detected, (image.height, image.width), detector.img_size)

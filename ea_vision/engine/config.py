@@ -308,10 +308,14 @@ class TrainConfig:
             )
         if self.min_lr > self.lr:
             raise UsageError(f"min_lr must be at most lr ({self.lr:g}), got {self.min_lr:g}")
+        self._check_cuda_graphs()
+
+    def _check_cuda_graphs(self) -> None:
+        """Raise UsageError if the gradients of several batches are to be added up by CUDA graphs."""
         if self.cuda_graphs and self.grad_accum_steps > 1:
             raise UsageError(
-                f"compile_mode {self.compile_mode} needs grad_accum_steps 1, because each replay of a "
-                f"CUDA graph overwrites the gradients of the last one, got {self.grad_accum_steps}"
+                f"compile_mode {self.compile_mode} needs updates of one batch per process, because each replay "
+                f"of a CUDA graph overwrites the gradients of the last one, got {self.grad_accum_steps}"
             )
 
     def _check_pairs(self) -> None:
@@ -384,6 +388,7 @@ class TrainConfig:
         shared = copy.copy(self)
         shared.grad_accum_steps = count
         shared.batch_size = images // count
+        shared._check_cuda_graphs()
         return shared
 
     def images_of_update(self, processes: int) -> int:

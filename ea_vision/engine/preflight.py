@@ -8,7 +8,7 @@ import torch
 
 from ea_vision.base import devices
 from ea_vision.base.errors import UsageError
-from ea_vision.base.units import duration, memory_size
+from ea_vision.base.units import duration
 from ea_vision.engine import checkpoint
 from ea_vision.engine.evaluate import autocast
 from ea_vision.engine.train import Trainer
@@ -33,17 +33,13 @@ def trial_step(trainer: Trainer) -> float:
     on_cpu = device.type == "cpu"
     count = min(config.batch_size, TRIAL_IMAGES_ON_CPU) if on_cpu else config.batch_size
     random_state = checkpoint.random_state(device)
-    devices.reset_peak_memory(device)
     try:
         seconds = _timed_steps(trainer, count, steps=2 if on_cpu else 3)
     except torch.OutOfMemoryError as error:
-        size = devices.total_memory(device)
-        memory = "" if size is None else f" ({memory_size(size)})"
         raise UsageError(
             f"a batch of {count} images of {side} pixels does not fit into the memory of "
-            f"{device}{memory}: lower --batch-size (with --total-batch "
-            f"{trainer.images_of_update} more batches are added up), or set --grad-checkpointing "
-            "or --amp"
+            f"{device}: lower --batch-size (with --total-batch {trainer.images_of_update} more batches are "
+            f"added up), or set --grad-checkpointing or --amp ({error})"
         ) from error
     except REFUSALS as error:
         if isinstance(error, UsageError):
@@ -76,15 +72,6 @@ def _timed_steps(trainer: Trainer, count: int, steps: int) -> float:
     return time.perf_counter() - start
 
 
-def describe_device(device: torch.device) -> str:
-    """Return the device's name, and the peak memory of a training step on it."""
-    if device.type == "cpu":
-        return "CPU"
-    peak = devices.peak_memory(device)
-    name = devices.device_name(device)
-    return name if peak is None else f"{name}, {memory_size(peak)} used each"
-
-
 def preflight(trainer: Trainer) -> None:
     """Check memory and speed, and log a description of the run.
 
@@ -104,7 +91,7 @@ def preflight(trainer: Trainer) -> None:
         "data": f"{len(data.train)} training images{left_out(trainer)}, "
         f"{len(data.evaluated)} to evaluate on{held_out}, {len(data.classes)} classes",
         "model": f"{config.model}, {parameters:,} parameters, {config.img_size} pixels",
-        "processes": f"{world.size} on {describe_device(world.device)}",
+        "processes": f"{world.size} on {devices.device_name(world.device)}",
         "update": f"{trainer.images_of_update} images = {config.batch_size} x {config.grad_accum_steps} "
         f"batches x {world.size} processes, peak learning rate {config.peak_lr(trainer.images_of_update):g}",
         "time": f"about {whole} for {trainer.total_updates} updates, {trainer.updates_per_epoch} per epoch "

@@ -21,13 +21,7 @@ from ea_vision.data.batches import GrowingSize, epoch_generator
 from ea_vision.data.beton import Beton, Evaluated
 from ea_vision.data.ffcv import BetonTrainLoader
 from ea_vision.data.image_files import ImageFiles
-from ea_vision.data.imagenet import (
-    Decoder,
-    ImageEvalLoader,
-    ImageTrainLoader,
-    TransformedImages,
-    train_transform,
-)
+from ea_vision.data.imagenet import Decoder, ImageEvalLoader, ImageTrainLoader, train_transform
 from ea_vision.data.on_device import EvalLoader, TrainLoader
 from ea_vision.data.scaling import Scaling
 from ea_vision.data.small_images import Images
@@ -266,7 +260,7 @@ def test_what_workers_get_can_be_pickled(sources, photos, tmp_path, kind):
         path = tmp_path / "val.beton"
         write_ffcv.write_beton(sources["eval"], path, evaluated=stored)
         source = Beton(path, evaluated=stored)
-        decoder = Decoder(TransformedImages(source, torch.clone), (16, 16, 3))
+        decoder = Decoder(source, torch.clone, (16, 16, 3))
     else:
         source = sources["eval" if kind == "eval" else "files"]
         decoder = loader(source, kind, 8)._decoder(16)

@@ -47,7 +47,7 @@ def model(run) -> DetectorModel:
 def test_boxes_are_in_pixels_of_the_image(model, photos):
     """Compared with the detector's own resizing, which pads in the same way and is exact if nothing is scaled."""
     images = [Image.open(photos / name) for name in SIZES]
-    detections = list(detect(model.model, images, batch_size=2))
+    detections = list(detect(model.model, images))
     for one, (H, W) in zip(detections, SIZES.values(), strict=True):
         boxes = one["boxes"]
         assert len(boxes)

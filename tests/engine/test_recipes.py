@@ -171,6 +171,15 @@ def test_numbers_of_processes_that_divide_the_batch_are_named():
         config.for_processes(300)
 
 
+def test_cuda_graphs_take_one_batch_an_update_however_it_is_shared():
+    """Each replay of a graph overwrites the gradients of the last one."""
+    graphs = {"compile": True, "compile_mode": "reduce-overhead"}
+    config = resolved("none", total_batch=512, batch_size=128, **graphs)
+    assert config.for_processes(4).grad_accum_steps == 1
+    with refused("needs updates of one batch per process, .* got 2"):
+        config.for_processes(2)
+
+
 def test_mixed_batches_are_even():
     """An odd batch would lose an image to mixup, which takes pairs."""
     mixed = resolved("none", total_batch=1026, batch_size=128, mixup=0.2)
