@@ -148,11 +148,11 @@ def head_name(head: Head) -> str:
 
 def query_name(query: Query) -> str:
     """Name a query: `y 3, x 4`, `class token`, `distillation token`, `register 1`, `mean of all queries`; one that a
-    detector has learned `of object 3`."""
+    detector has learned `no. 3`."""
     if not isinstance(query, str):
         return f"y {query[0]}, x {query[1]}"
     names = {"cls": "class token", "dist": "distillation token", ALL: "mean of all queries"}
-    return names.get(query, query.replace("reg", "register ").replace("query", "of object "))
+    return names.get(query, query.replace("reg", "register ").replace("query", "no. "))
 
 
 def queries_name(queries: Sequence[Query]) -> str:

@@ -219,13 +219,15 @@ def scenes():
         yield f"weights/{name}.md", "", f"{row.top1:.2f}% top-1", count, f"{row.new_top1:.2f}%"
 
 
-def a_caption():
-    """A scene's houses and road."""
+def captions():
+    """A scene's houses and road, and the objects that a small DETR finds."""
     maps = np.load(RESULTS / "scenes" / "scene.npz")["attn"].reshape(8, 2, 14, 14)
     houses = 100 * maps[7, :, 2:6].sum((1, 2))
     road = 100 * maps[5, :, 7:].sum((1, 2))
     yield PAGE, "Scenes", f"{span(houses, 0)}% of its attention on the lit houses"
     yield PAGE, "Scenes", f"{span(road, 0)}% on the road"
+    share = table("detr-picture.csv")["found"][0]
+    yield "docs/look.md", "", f"finds {share:.0%} of the objects"
 
 
 def fine_tuning():
