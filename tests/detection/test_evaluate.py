@@ -15,44 +15,21 @@ from ea_vision.engine.config import TrainConfig
 from tests.detection.boxes import box_loader, make_boxes
 from tests.refused import refused
 
+BOXES = [  # image, category, box, crowd; image 3 has none
+    (1, 3, [10, 10, 20, 20], 0),
+    (1, 90, [50, 50, 60, 60], 0),
+    (2, 3, [0, 0, 120, 150], 0),
+    (2, 3, [150, 150, 40, 40], 1),
+]
 TRUTH = {
     "images": [{"id": n, "file_name": f"{n}.png", "width": 200, "height": 200} for n in (1, 2, 3)],
     "categories": [{"id": 3, "name": "cat"}, {"id": 90, "name": "brush"}],  # ids with gaps
-    "annotations": [
-        {
-            "id": 1,
-            "image_id": 1,
-            "category_id": 3,
-            "bbox": [10, 10, 20, 20],
-            "area": 400,
-            "iscrowd": 0,
-        },
-        {
-            "id": 2,
-            "image_id": 1,
-            "category_id": 90,
-            "bbox": [50, 50, 60, 60],
-            "area": 3600,
-            "iscrowd": 0,
-        },
-        {
-            "id": 3,
-            "image_id": 2,
-            "category_id": 3,
-            "bbox": [0, 0, 120, 150],
-            "area": 18000,
-            "iscrowd": 0,
-        },
-        {
-            "id": 4,
-            "image_id": 2,
-            "category_id": 3,
-            "bbox": [150, 150, 40, 40],
-            "area": 1600,
-            "iscrowd": 1,
-        },
-    ],  # image 3 has none
+    "annotations": [],
 }
+for _image, _category, _box, _crowd in BOXES:
+    _row = {"image_id": _image, "category_id": _category, "bbox": _box, "iscrowd": _crowd}
+    _number = len(TRUTH["annotations"]) + 1
+    TRUTH["annotations"].append({"id": _number, "area": _box[2] * _box[3], **_row})
 
 
 def as_detections(annotations):

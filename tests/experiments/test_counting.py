@@ -1,5 +1,6 @@
 """The papers' ways of counting operations, against counts made by hand and the published figures."""
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -64,18 +65,10 @@ def test_branches_are_the_aa_papers_table_9():
             expected.append((f"layer{stage}.{block}.conv2", 2 * 8 * N**2, params, flops))
     branches = count_of("aa_resnet50").branches
     assert [(b.layer, b.map_bytes, b.params, b.flops) for b in branches] == expected
-    for index, kilobytes, params, published in (
-        (0, 600.25, 43464, 21.7e6),
-        (4, 600.25, 90088, 40.0e6),
-        (10, 37.52, 191656, 19.2e6),
-    ):
-        branch = branches[index]
-        assert branch.map_bytes / 1024 == pytest.approx(kilobytes, abs=0.01)
-        assert branch.params == params
-        assert branch.flops == pytest.approx(published, rel=2e-3)
-    assert round(sum(b.map_bytes for b in branches) / 2**20, 2) == 5.97
-    assert sum(b.params for b in branches) == 1289352
-    assert round(sum(b.flops for b in branches) / 1e6, 1) == 384.4
+    sizes = np.array(expected)[:, 1:].astype(float) / (1024, 1e3, 1e6)
+    published = [(600, 43, 22), (600, 90, 40), (37.5, 190, 19)]
+    np.testing.assert_allclose(sizes[[0, 4, 10]], published, rtol=0.02)
+    np.testing.assert_allclose(sizes.sum(0), (6 * 1024, 1300, 390), rtol=0.02)
 
 
 def test_branches_of_evolving_networks():

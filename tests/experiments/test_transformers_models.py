@@ -7,13 +7,18 @@ import pytest
 from experiments.transformers_models import KINDS, RESULTS, rows_of
 from tests.process import ROOT
 
+MODELS = ["vit", "bert", "t5", "segformer", "diffllama"]
+# a token of the pooling alone, outputs that must be contiguous, an image tower in a causal model, no Conv2d for patches
+MODELS += ["aimv2_vision_model", "jetmoe", "git", "videomae"]
+
 
 def results(rows):
     return [(row["kind"], row["result"]) for row in rows]
 
 
-@pytest.mark.parametrize("model_type", ["vit", "bert", "t5", "segformer", "diffllama"])
+@pytest.mark.parametrize("model_type", MODELS)
 def test_a_row_of_the_table(model_type):
+    """A model that is accepted begins as the plain one and learns."""
     with RESULTS.open(encoding="utf-8") as file:
         table = [row for row in csv.DictReader(file) if row["model_type"] == model_type]
     assert len(table) == len(KINDS)

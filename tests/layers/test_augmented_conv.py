@@ -203,7 +203,6 @@ def test_missing_or_wrong_prev_logits_is_an_error():
         ({"num_heads": 0}, "num_heads"),
         ({"position": "polar"}, "one of 'relative', 'none', 'sine', 'coord', got 'polar'"),
         ({"position": "sine"}, "in_channels that 4 divides, got 3"),
-        ({"window": 4}, "window must be an odd number of pixels"),
         ({"window": (3, 0)}, "window must be an odd number of pixels"),
         ({"head_window": 2}, "head_window must be an odd number of heads, got 2"),
         ({"head_border": "zero"}, "head_border must be 'clip' or 'wrap', got 'zero'"),

@@ -275,9 +275,7 @@ def test_a_mnasnet_is_taken_apart_as_timms():
         (VIT, {"attn_layers": []}, "got none"),
         (VIT, {"prefix": "drop"}, "'convolve' or 'pass', got 'drop'"),
         (VIT, {"prefix": "pass", "attn_layers": [3]}, "only the class token's row"),
-        (VIT, {"evolution": "xa"}, "'xa'"),
         (VIT, {"value_residual": "half"}, "must be False, True or 'paper', got 'half'"),
-        ("aa_resnet50", {"fusion": "sum"}, "fusion must be 'concat' or 'add', got 'sum'"),
         (
             "conv_transformer_cifar",
             {"evolution": "talking_heads", "window": 3},
