@@ -50,17 +50,6 @@ def test_folders_and_tars(folder):
     assert load(folder).fingerprint() == data.fingerprint()
 
 
-def test_other_sizes_are_scaled_by_the_short_side_and_cut(folder):
-    wide = Image.new("RGB", (64, 32), "red")
-    wide.paste("blue", (16, 0, 48, 32))
-    wide.save(folder / "train" / "class_0" / "a.png")  # the last of its class
-    pixels = load(folder).train.images[4]
-    assert (pixels[2] == 255).all()
-    assert (pixels[0] == 0).all(), "the middle 32 x 32"
-    small = load(folder, Scaling.filled(16)).train
-    assert small.images.shape[-2:] == (16, 16)
-
-
 def test_images_too_narrow_to_be_scaled_are_named(folder):
     """Scaled by its short side this one would have 102 megapixels."""
     path = folder / "train" / "class_0" / "narrow.png"

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from ea_vision.detection.coco import CocoFolder
-from ea_vision.detection.loaders import BoxEvalLoader, BoxTrainLoader
-from ea_vision.detection.transforms import eval_transform, train_transform
+from ea_vision.detection.loaders import BoxTrainLoader
+from ea_vision.detection.transforms import train_transform
 from tests.detection.boxes import box_loader, make_boxes
 
 
@@ -52,15 +52,6 @@ def test_an_epoch_is_the_same_from_wherever_it_is_entered_by_any_workers_and_wit
     assert list(loader.bad_images.new) == [data.describe(5)]
     assert all(map(same, whole[1:], train(data, workers=2).batches(4, 1)))
     assert not same(whole[0], next(train(data).batches(5)))
-
-
-def test_an_unreadable_image_is_left_out_in_evaluation(data):
-    batches = list(box_loader(BoxEvalLoader, data, eval_transform).batches())
-    assert [batch.ids.tolist() for batch in batches] == [[0, 1, 2], [3, 4], [6, 7, 8]]
-    for batch in batches:
-        assert [target["image_id"] for target in batch.targets] == (batch.ids + 1).tolist()
-        assert {target["size"] for target in batch.targets} == {(64, 64)}
-        assert len(batch.images) == len(batch.ids)
 
 
 def test_what_workers_get_can_be_pickled(data):

@@ -87,11 +87,13 @@ def test_foreign_files_are_named_and_never_executed(tmp_path):
 
 
 def test_newest_valid_checkpoint_is_found_and_bad_ones_put_aside(tmp_path):
+    """The last one first, even where a run that went back left others with more updates behind."""
+
     def newest(*notice):
         return checkpoint.newest_checkpoint(tmp_path, *notice)
 
     assert newest() is None
-    for name, updates in ((checkpoint.PREVIOUS, 5), (checkpoint.BEST, 4), (checkpoint.LAST, 9)):
+    for name, updates in ((checkpoint.PREVIOUS, 9), (checkpoint.BEST, 8), (checkpoint.LAST, 5)):
         content = dict.fromkeys(checkpoint.PARTS)
         content["progress"] = {"updates": updates}
         (tmp_path / name).write_bytes(encode(content))

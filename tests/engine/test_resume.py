@@ -116,14 +116,6 @@ def test_a_damaged_checkpoint_never_replaces_the_good_one_before_it(
     assert train_cifar.main(argv) == 0
 
 
-def test_a_run_that_went_back_is_continued_from_where_it_went(tmp_path):
-    """Even though checkpoints that it left behind have more updates."""
-    for name, updates in ((checkpoint.LAST, 5), (checkpoint.PREVIOUS, 9), (checkpoint.BEST, 8)):
-        content = dict.fromkeys(checkpoint.PARTS) | {"progress": {"updates": updates}}
-        (tmp_path / name).write_bytes(checkpoint.encode(content))
-    assert checkpoint.newest_checkpoint(tmp_path)[0].name == checkpoint.LAST
-
-
 def test_the_learning_rate_of_another_batch_size_is_that_of_the_epoch(run, data, tmp_path):
     """Two epochs of five updates, then two of two: the rates of a run that made two in each."""
     more = "--epochs 4 --batch-size 16"

@@ -145,17 +145,6 @@ def test_correlation_of_a_map_with_itself_its_opposite_and_a_constant():
         assert_close(map_correlation(maps, other), torch.full((2, 3), expected), equal_nan=True)
 
 
-def test_rollout_through_a_pooling_stays_in_place():
-    maps = {}
-    for side in (4, 2):
-        attn = torch.eye(side**2).expand(1, 1, -1, -1)
-        maps[side] = LayerMaps(1, "a", (0,), Layout((side, side)), attn=attn)
-    corner = attention_rollout(maps)[0, 1].view(4, 4)  # the new map's upper right cell
-    expected = torch.zeros(4, 4)
-    expected[:2, 2:] = 0.25
-    assert_close(corner, expected)
-
-
 def test_rollout_through_a_pooling_keeps_the_class_token():
     first = torch.rand(1, 2, 17, 17).softmax(-1)
     second = torch.rand(1, 2, 5, 5).softmax(-1)

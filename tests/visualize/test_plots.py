@@ -74,15 +74,6 @@ def test_a_compiled_network_is_drawn_as_it_is():
         np.testing.assert_array_equal(a.get_array(), b.get_array())
 
 
-def test_what_an_image_processor_gives_is_drawn():
-    model = small(num_classes=3)
-    image = torch.rand(3, 16, 16)
-    inputs = {"pixel_values": normalised(model, [image])}
-    [one] = overlaid(plot_heatmap(model, image, 1, 0, [(1, 1)]))
-    [other] = overlaid(plot_heatmap(model, inputs, 1, 0, [(1, 1)]))
-    np.testing.assert_allclose(other.get_array(), one.get_array(), rtol=1e-4)
-
-
 def test_titles_say_model_weights_layer_head_and_query():
     name = "ea_conv_transformer_cifar"
     image = torch.rand(3, 32, 32)
