@@ -12,11 +12,9 @@ from PIL import Image
 
 import ea_vision  # noqa: F401  (registers the models)
 from ea_vision.base.errors import exit_code
-from ea_vision.predict import main, predict
-from ea_vision.zoo.loaded import as_loaded
+from ea_vision.predict import main
 from tests.data.photos import picture
 from tests.engine.runner import error_of
-from tests.refused import refused
 
 MODEL = "ea_conv_transformer_cifar"
 
@@ -108,9 +106,3 @@ def test_names_that_are_not_utf8_stop_nothing(photos, tmp_path, capfd):
 )
 def test_bad_input_is_one_line(words, message, capsys):
     assert message in error_of(main, words, capsys)
-
-
-def test_a_network_of_grey_images_is_refused_in_words(photos):
-    grey = timm.create_model("resnet18", in_chans=1)
-    with refused("with 3 channels, and grey takes 1 "):
-        list(predict(as_loaded(grey.eval(), "grey"), [photos / "a.png"]))

@@ -108,21 +108,6 @@ def test_plain_fx_keeps_our_layers_whole(name):
     assert name == EVOLVED or set(attention_paths(model)) <= called
 
 
-@pytest.mark.parametrize("name", RESNETS)
-@torch.no_grad()
-def test_torchvisions_feature_extractor(name):
-    from torchvision.models.feature_extraction import create_feature_extractor
-
-    model = network(name)
-    x = sample(name)
-    last = last_activation(model.layer2[-1])
-    paths = {module: path for path, module in model.named_modules()}
-    nodes = {paths[last]: "early", "fc": "logits"}
-    features = create_feature_extractor(model, return_nodes=nodes)(x)
-    assert_close(features["early"], model.forward_intermediates(x, intermediates_only=True)[2])
-    assert_close(features["logits"], model(x))
-
-
 @pytest.mark.parametrize("name", [*EVOLVING, EVOLVED])
 def test_lora_on_the_projections_trains_and_merges(name):
     peft = pytest.importorskip("peft")

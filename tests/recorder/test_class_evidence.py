@@ -1,5 +1,7 @@
 """Evidence of a class in attention maps, and its rollout, against finite differences and a double loop."""
 
+import copy
+
 import pytest
 import timm
 import torch
@@ -35,26 +37,21 @@ def recorded(model, images, layers=None):
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_evidence_is_gradient_times_attention(name):
-    """The gradient by a step: attention is changed inside the forward by hand, and the logit's change is measured."""
+def test_every_kind_of_network_has_evidence_and_stays_as_it_was(name):
     torch.manual_seed(0)
     model = NETWORKS[name]().double()
     images = torch.rand(2, 3, 32, 32, dtype=torch.float64)
     maps = recorded(model, images)
-    classes = torch.tensor([1, 2])
-    before = {key: value.clone() for key, value in model.state_dict().items()}
+    before = copy.deepcopy(model.state_dict())
     with torch.no_grad():
-        logits = add_class_evidence(model, images, maps, classes.tolist())
+        logits = add_class_evidence(model, images, maps, [1, 2])
     torch.testing.assert_close(logits, model(images).detach())
-    number = min(maps)
-    layer = maps[number]
+    layer = maps[min(maps)]
     evidence = layer.formed(EVIDENCE)
-    attn = layer.formed("attn")
-    assert evidence.shape == attn.shape
-    assert (evidence >= 0).all()
+    assert evidence.shape == layer.formed("attn").shape
+    assert evidence.min() >= 0
     assert evidence.max() > 0
-    for key, value in model.state_dict().items():
-        assert torch.equal(value, before[key])
+    torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
 
 
 def changed_logit(model, images, index, step):
