@@ -3,15 +3,12 @@
 Private name: `_batch_loss` is what a trainer defines for its task.
 """
 
-import random
 import signal
 from functools import partial
 
-import numpy as np
 import pytest
 import timm
 import torch
-from PIL import Image
 from torchvision.transforms import InterpolationMode, TrivialAugmentWide
 
 import ea_vision  # noqa: F401
@@ -167,15 +164,7 @@ def test_a_model_that_does_not_take_the_sizes_is_refused_before_anything_is_writ
 
 
 def test_trivial_augment_is_torchvisions():
-    pixels = np.random.default_rng(0).integers(0, 255, (40, 40, 3), dtype=np.uint8)
-    image = Image.fromarray(pixels)
-    for seed in range(10):
-        random.seed(seed)
-        torch.manual_seed(seed)
-        # leaves torch's generator before the policy
-        plain = Image.fromarray(train_transform(16)(image).numpy())
-        theirs = TrivialAugmentWide(interpolation=InterpolationMode.BILINEAR)(plain)
-        random.seed(seed)
-        torch.manual_seed(seed)
-        ours = train_transform(16, auto_augment="ta_wide")(image)
-        assert torch.equal(ours, torch.from_numpy(np.array(theirs)))
+    """The step before the last, behind the crop and the flip."""
+    *_, policy, _ = train_transform(16, auto_augment="ta_wide").transforms
+    assert isinstance(policy, TrivialAugmentWide)
+    assert policy.interpolation == InterpolationMode.BILINEAR

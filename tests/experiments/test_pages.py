@@ -98,12 +98,12 @@ def test_every_interval_and_corrected_p_on_a_page_is_one_of_the_files():
             computed |= intervals_in(written)
         texts[page] = TABLE.sub("", text)
     computed |= {(-gain, -high, -low) for gain, low, high in computed}
-    said = 0
+    count = 0
     for page, text in texts.items():
-        said += len(intervals_in(text))
+        count += len(intervals_in(text))
         assert intervals_in(text) <= computed, page
         assert set(CORRECTED.findall(plain_text(text))) <= corrected, page
-    assert said > 70
+    assert count > 70
 
 
 def top1_of_the_ea_paper():
