@@ -528,7 +528,7 @@ def layer_call(
 
 
 def layers(day: Day) -> None:
-    """Time one layer at 14x14, 7x7 and 28x28 by every way; then check and time the kernels of maps_on_gpu at 14x14."""
+    """Time one layer at 14x14, 7x7 and 28x28 by every way; then check and time the kernels of maps_on_gpu."""
     ends = min(day.ends, time.monotonic() + LAYERS)
     rows = []
     for side in (3,) if day.dry else (14, 7, 28):
@@ -547,19 +547,25 @@ def layers(day: Day) -> None:
 
 
 def fused_kernels(day: Day) -> None:
-    """Write the errors of the kernels of maps_on_gpu, and the forward pass's time beside Triton's."""
+    """Write the errors of the kernels of maps_on_gpu, and their times beside those of the operator."""
+    mistakes = []
+    times = []
     with tempfile.TemporaryDirectory() as folder:
         load = partial(emulate.build, folder=Path(folder)) if day.dry else launch.load
-        kind = day.device.type
-        errors = emulate.forward_errors(emulate.Forward(load("forward.cu"), device=kind))
-        errors |= emulate.backward_errors(load("backward_core.cu"), kind)
-        rows = [{"output": k, "error": e, "beside": bound} for k, (e, bound) in errors.items()]
-        day.save("fused-errors", rows)
-        forward = emulate.Forward(load("forward.cu"), 1 if day.dry else 256, kind)
-        options = {"alpha": emulate.ALPHA, "feat_size": (emulate.H, emulate.W)}
-        chosen = partial(evolving_attention, *forward.inputs, **options)
-        times = day.times({"fused": forward, "chosen": chosen}, repeats=20)
-    day.save("fused-forward", [{"way": way, "ms": ms} for way, ms in times.items()])
+        for variant in emulate.VARIANTS[-2:-1] if day.dry else emulate.VARIANTS:
+            kernels = emulate.load_all(load, variant)
+            layer = emulate.Layer(kernels, variant, device=day.device.type)
+            for name, (error, bound) in emulate.errors(layer).items():
+                row = {"layer": str(variant), "output": name, "error": error, "beside": bound}
+                mistakes.append(row)
+            day.save("fused-errors", mistakes)
+            images = 1 if day.dry else 256 * 196 // variant.side**2
+            layer = emulate.Layer(kernels, variant, images, day.device.type)
+            calls = {"fused": layer.step, "fused, forward": layer.forward}
+            calls["chosen"] = layer.operator()
+            for way, ms in day.times(calls, repeats=20).items():
+                times.append({"layer": str(variant), "way": way, "ms": ms})
+            day.save("fused-times", times)
 
 
 def accuracy(day: Day) -> None:

@@ -462,6 +462,15 @@ def kernel_figures() -> list[str]:
     )
 
 
+def fused_kernels() -> list[str]:
+    """Return registers, spilled bytes and instructions of the kernels of maps_on_gpu by layer."""
+    table = pd.read_csv(HERE / "maps_on_gpu" / "cubins.csv").query("target == 'sm_90'")
+    columns = {"kernel": "`{kernel}`"}
+    for layer in table["layer"].unique():
+        columns[layer] = f"{{registers {layer}}}, {{spilled_bytes {layer}}}, {{an_element {layer}}}"
+    return formatted(side_by_side(table, ["kernel"], "layer"), columns)
+
+
 def resnets_on_a_gpu() -> list[str]:
     """Return milliseconds of the steps of ResNets, in brackets the rate or memory relative to resnet50."""
     table = pd.read_csv(RESULTS / "h200" / "resnets.csv")
@@ -645,6 +654,7 @@ TABLES: dict[str, dict[str, Callable[[], list[str]]]] = {
         "CIFAR steps": cifar_steps_on_a_gpu,
         "ONNX Runtime": onnx_profile,
     },
+    "experiments/maps_on_gpu/README.md": {"cubins": fused_kernels},
     "experiments/cifar.md": {
         "fast": lambda: last_epochs("fast-cifar10", SHORT_RUNS),
         "fast_sgd": lambda: last_epochs("fast-sgd-cifar10", SHORT_RUNS),

@@ -2,12 +2,14 @@
 
     python -m experiments.maps_on_gpu.cubins experiments/maps_on_gpu/cubins.csv
 
-NVRTC, which torch's wheels bring, compiles; the disassembler is Triton's. "longest_loop" is the number of instructions
-in the longest loop: in the backward core, one pass over a row of 196 pixels with 8 heads by 32 lanes.
+NVRTC, which torch's wheels bring, compiles; the disassembler is Triton's. "an_element" is the number of instructions
+that a lane executes for each of the map's numbers: each loop counts as often as its comment `trips` says.
 """
 
 import argparse
 import ctypes
+import functools
+import itertools
 import re
 import subprocess
 import tempfile
@@ -17,16 +19,21 @@ import pandas as pd
 import torch
 import triton
 
-from experiments.maps_on_gpu.emulate import FOLDER, KERNELS
+from experiments.maps_on_gpu.emulate import FOLDER, KERNELS, VARIANTS, K, Variant
 
 TARGETS = (80, 90, 120)
+STDINT = """typedef unsigned char uint8_t;
+typedef unsigned short uint16_t;
+typedef unsigned int uint32_t;
+"""
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)(.*)")
+PLACE = re.compile(r'//## File ".*?([^/"]+)", line (\d+)')
 LABEL = re.compile(r"\s*(\.L_x?_?\w+):")
 
 
-def compile_cubin(source: str, target: int) -> bytes:
-    """Compile a kernel with NVRTC for a compute capability; two blocks must fit on a multiprocessor.
+def compile_cubin(kernel: str, variant: Variant, target: int) -> bytes:
+    """Compile a kernel with NVRTC for a compute capability.
 
     Raises:
         RuntimeError: the compiler's log.
@@ -34,18 +41,24 @@ def compile_cubin(source: str, target: int) -> bytes:
     torch.cuda.is_available()  # loads the libraries that torch's wheels bring
     [library] = Path(torch.__file__).parents[1].glob("nvidia/**/libnvrtc.so.*[0-9]")
     nvrtc = ctypes.CDLL(str(library))
-    header = (
-        (FOLDER / "warp.h")
-        .read_text()
-        .replace("#pragma once", "")
-        .replace("#include <stdint.h>", "")
-    )
-    types = "typedef unsigned short uint16_t; typedef unsigned int uint32_t;\n"
-    text = (FOLDER / source).read_text().replace('#include "warp.h"', types + header)
+    headers = {path.name: path.read_text() for path in FOLDER.glob("*.h")}
+    headers["stdint.h"] = STDINT
+
+    def strings(*texts: str) -> ctypes.Array:
+        return (ctypes.c_char_p * len(texts))(*(text.encode() for text in texts))
+
     program = ctypes.c_void_p()
-    nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), source.encode(), 0, None, None)
-    options = [f"--gpu-architecture=sm_{target}".encode(), b"-DBLOCKS=2"]
-    failed = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * 2)(*options))
+    source = FOLDER / f"{kernel}.cu"
+    nvrtc.nvrtcCreateProgram(
+        ctypes.byref(program),
+        source.read_text().encode(),
+        source.name.encode(),
+        len(headers),
+        strings(*headers.values()),
+        strings(*headers),
+    )
+    options = [f"--gpu-architecture=sm_{target}", "-lineinfo", *variant.options()]
+    failed = nvrtc.nvrtcCompileProgram(program, len(options), strings(*options))
     size = ctypes.c_size_t()
     if failed:
         nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
@@ -58,43 +71,93 @@ def compile_cubin(source: str, target: int) -> bytes:
     return cubin.raw
 
 
-def longest_loop(listing: str) -> int:
-    """Return the number of instructions in the longest loop: up to a branch that jumps back."""
-    labels = {}
-    count = longest = 0
+def constants(variant: Variant, kernel: str) -> dict[str, float]:
+    """Return the numbers of layer.h and of a kernel's source that a comment `trips` may name."""
+    numbers = {"H": variant.side, "W": variant.side, "PREV": variant.prev}
+    for name in ("layer.h", "rows.h", f"{kernel}.cu"):
+        text = re.sub(r"//.*", "", (FOLDER / name).read_text())
+        for enum in re.findall(r"enum \{(.*?)\}", text, re.DOTALL):
+            for entry in enum.split(","):
+                number, _, formula = entry.strip().partition(" = ")
+                if formula:
+                    numbers[number] = eval(formula.replace("/", "//"), {}, numbers)
+    return numbers
+
+
+@functools.cache
+def trips_of(place: tuple[str, str]) -> str:
+    """Return the comment `trips` of a line, "" without one; place: file and line number."""
+    name, number = place
+    line = (FOLDER / name).read_text().splitlines()[int(number) - 1]
+    return line.partition("// trips: ")[2]
+
+
+def executed(listing: str, numbers: dict[str, float]) -> float:
+    """Return the number of instructions that a warp executes.
+
+    Raises:
+        ValueError: a loop has several comments `trips`.
+    """
+    labels: dict[str, int] = {}
+    counts: list[float] = []
+    places: list[tuple[str, str]] = []  # of each instruction
+    loops = []
+    place, chain = ("", ""), False
     for line in listing.splitlines():
-        label = LABEL.match(line)
-        if label:
-            labels[label[1]] = count
-        instruction = INSTRUCTION.match(line)
-        if not instruction:
-            continue
-        goal = re.search(r"(\.L_x?_?\w+)", instruction[2])
-        if instruction[1].startswith("BRA") and goal and goal[1] in labels:
-            length = count + 1 - labels[goal[1]]
-            longest = max(longest, length)
-        count += 1
-    return longest
+        if label := LABEL.match(line):
+            labels[label[1]] = len(counts)
+        if match := PLACE.search(
+            line
+        ):  # the innermost line first, then the calls that it was inlined at
+            place = place if chain else match.groups()
+            chain = True
+        if instruction := INSTRUCTION.match(line):
+            chain = False
+            goal = re.search(r"(\.L_x?_?\w+)", instruction[2])
+            first = labels.get(goal[1]) if goal and instruction[1].startswith("BRA") else None
+            if first is not None and first < len(counts):
+                loops.append((len(counts) - first, first, len(counts)))
+            counts.append(float(instruction[1] != "NOP"))
+            places.append(place)
+    inner = set()
+    for _, first, last in sorted(loops):
+        candidates = set(places[first : last + 1]) - {("", "")} - inner
+        lines = {place for place in candidates if trips_of(place)}
+        if trips_of(places[last]) and places[last] in lines:
+            lines = {places[last]}
+        if not lines:
+            continue  # back from code that the compiler moved to the end
+        if len(lines) > 1:
+            raise ValueError(f"at most one comment trips required in a loop, got {sorted(lines)}")
+        inner |= lines
+        for number in range(first, last + 1):
+            counts[number] *= eval(trips_of(*lines), {}, numbers)
+    return sum(counts)
 
 
-def measure(source: str, target: int) -> dict:
+def measure(kernel: str, variant: Variant, target: int) -> dict:
     """Return a kernel's row."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
-        path.write_bytes(compile_cubin(source, target))
+        path.write_bytes(compile_cubin(kernel, variant, target))
         usage = subprocess.check_output([TOOLS / "cuobjdump", "-res-usage", path], text=True)
         listing = subprocess.check_output(
-            [TOOLS / "nvdisasm", path], text=True, stderr=subprocess.DEVNULL
+            [TOOLS / "nvdisasm", "-gi", path], text=True, stderr=subprocess.DEVNULL
         )
+    numbers = constants(variant, kernel)
+    by_tiles = kernel in ("backward_queries", "backward_keys")
+    warps = numbers["PAIRS"] * numbers["TILES"] if by_tiles else numbers["WARPS"] * numbers["PARTS"]
+    lanes = 32 * warps
     names = [line[1] for line in map(INSTRUCTION.match, listing.splitlines()) if line]
     return {
-        "kernel": KERNELS[source],
+        "kernel": kernel,
+        "layer": str(variant),
         "target": f"sm_{target}",
         "registers": int(re.search(r"REG:(\d+)", usage)[1]),
         "spilled_bytes": int(re.search(r"STACK:(\d+)", usage)[1]),
         "instructions": sum(name != "NOP" for name in names),
         "tensor_core_instructions": sum(name.startswith("HMMA") for name in names),
-        "longest_loop": longest_loop(listing),
+        "an_element": round(executed(listing, numbers) * lanes / (K * variant.side**4), 1),
     }
 
 
@@ -102,7 +165,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("csv", type=Path)
     args = parser.parse_args()
-    rows = [measure(source, target) for source in KERNELS for target in TARGETS]
+    rows = [measure(*case) for case in itertools.product(KERNELS, VARIANTS, TARGETS)]
     table = pd.DataFrame(rows).assign(torch=torch.__version__, triton=triton.__version__)
     table.to_csv(args.csv, index=False)
     print(table.to_string(index=False))

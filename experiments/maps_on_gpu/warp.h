@@ -16,7 +16,8 @@ DEV U un(uint32_t x) { return x; }
 template <class T> DEV T sel(P p, T a, T b) { return p ? a : b; }
 DEV I idiv(I a, int b) { return a / b; }
 DEV I imod(I a, int b) { return a % b; }
-DEV U ldg32(const uint16_t *b, I e, P p) { return p ? __ldg((const uint32_t *)(b + e)) : 0u; }
+// `c`, known when compiled, becomes a part of the instruction
+DEV U ldg32(const uint16_t *b, I e, P p, int c = 0) { return p ? __ldg((const uint32_t *)((b + e) + c)) : 0u; }
 DEV void ldg64(const uint16_t *b, I e, int c, U *o) {
     uint2 x = __ldg((const uint2 *)((b + e) + c));
     o[0] = x.x;
@@ -30,8 +31,8 @@ DEV void ldg128(const uint16_t *b, I e, P p, U *o) {
     o[2] = x.z;
     o[3] = x.w;
 }
-DEV void stg32(uint16_t *b, I e, U x, P p) {
-    if (p) *(uint32_t *)(b + e) = x;
+DEV void stg32(uint16_t *b, I e, U x, P p, int c = 0) {
+    if (p) *(uint32_t *)((b + e) + c) = x;
 }
 DEV void stg16(uint16_t *b, I e, U x, P p) {
     if (p) b[e] = (uint16_t)x;
@@ -118,6 +119,39 @@ DEV F ex2(F x) {
 }
 DEV F lg2(F x) { return __log2f(x); }
 DEV F rcp(F x) { return __fdividef(1.f, x); }
+DEV P has(U x, int bit) { return x >> bit & 1; }
+DEV U ballot(P p) { return __ballot_sync(~0u, p); }
+DEV U shr(U x, I n) { return x >> n; }
+DEV U ldg32u(const uint32_t *b, I e, P p) { return p ? __ldg(b + e) : 0u; }
+DEV void stg32u(uint32_t *b, int e, U x, P p) {
+    if (p) b[e] = x;
+}
+DEV F relu(F x) { return fmaxf(x, 0.f); }
+DEV F ldf(const float *b, I e) { return __ldg(b + e); }
+DEV F ldf(const float *b, I e, P p, int c, float other) { return p ? __ldg((b + e) + c) : other; }
+DEV U ldg16(const uint16_t *b, I e, P p, int c = 0) { return p ? (U)__ldg((b + e) + c) : 0u; }
+DEV U ld32(const uint16_t *b, I e, P p, int c = 0) { // of what this launch writes
+    return p ? *(const uint32_t *)((b + e) + c) : 0u;
+}
+DEV void stg128(uint16_t *b, I e, const U *x, P p) {
+    if (p) *(uint4 *)(b + e) = make_uint4(x[0], x[1], x[2], x[3]);
+}
+DEV void stsf(S s, I a, F x, P p) {
+    if (p) asm volatile("st.shared.f32 [%0], %1;" ::"r"(s + a), "f"(x) : "memory");
+}
+DEV void ldsf4(S s, I a, F *x) {
+    asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
+                 : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+                 : "r"(s + a)
+                 : "memory");
+}
+DEV U lds16(S s, I a, P p) {
+    uint16_t x = 0;
+    if (p) asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(s + a) : "memory");
+    return x;
+}
+DEV U lows(U a, U b) { return __byte_perm(a, b, 0x5410); }  // the lower halves of a and b
+DEV U highs(U a, U b) { return __byte_perm(a, b, 0x7632); } // the upper halves
 #else
 #include <math.h>
 #include <string.h>
@@ -200,11 +234,11 @@ DEV I imod(I a, int b) {
     L r.v[l] = a.v[l] % b;
     return r;
 }
-DEV U ldg32(const uint16_t *b, I e, P p) {
+DEV U ldg32(const uint16_t *b, I e, P p, int c = 0) {
     U r;
     L {
         r.v[l] = 0;
-        if (p.v[l]) memcpy(&r.v[l], b + e.v[l], 4);
+        if (p.v[l]) memcpy(&r.v[l], b + e.v[l] + c, 4);
     }
     return r;
 }
@@ -222,7 +256,7 @@ DEV U ldg32o(const uint16_t *b, I e, int c) {
     L memcpy(&r.v[l], b + e.v[l] + c, 4);
     return r;
 }
-DEV void stg32(uint16_t *b, I e, U x, P p) { L if (p.v[l]) memcpy(b + e.v[l], &x.v[l], 4); }
+DEV void stg32(uint16_t *b, I e, U x, P p, int c = 0) { L if (p.v[l]) memcpy(b + e.v[l] + c, &x.v[l], 4); }
 DEV void stg16(uint16_t *b, I e, U x, P p) { L if (p.v[l]) b[e.v[l]] = (uint16_t)x.v[l]; }
 DEV void stgf(float *b, I e, F x, P p) { L if (p.v[l]) b[e.v[l]] = x.v[l]; }
 DEV void sts128(S s, I a, const U *x, P p) {
@@ -294,11 +328,6 @@ DEV U pack(F a, F b) {
     L r.v[l] = rn(a.v[l]) | rn(b.v[l]) << 16;
     return r;
 }
-DEV U packrelu(F a, F b) {
-    U r;
-    L r.v[l] = rn(fmaxf(a.v[l], 0)) | rn(fmaxf(b.v[l], 0)) << 16;
-    return r;
-}
 DEV F lo(U x) {
     F r;
     L r.v[l] = bf(x.v[l], 0);
@@ -344,4 +373,66 @@ DEV F rcp(F x) {
     L r.v[l] = 1 / x.v[l];
     return r;
 }
+DEV P operator>(F a, F b) {
+    P r;
+    L r.v[l] = a.v[l] > b.v[l];
+    return r;
+}
+DEV F relu(F x) {
+    F r;
+    L r.v[l] = x.v[l] < 0 ? 0 : x.v[l]; // NaN stays
+    return r;
+}
+DEV P has(U x, int bit) {
+    P r;
+    L r.v[l] = x.v[l] >> bit & 1;
+    return r;
+}
+DEV U packrelu(F a, F b) { return pack(relu(a), relu(b)); }
+DEV U ballot(P p) {
+    uint32_t bits = 0;
+    L bits |= (uint32_t)p.v[l] << l;
+    return un(bits);
+}
+DEV U shr(U x, I n) {
+    U r;
+    L r.v[l] = x.v[l] >> n.v[l];
+    return r;
+}
+DEV U ldg32u(const uint32_t *b, I e, P p) {
+    U r;
+    L r.v[l] = p.v[l] ? b[e.v[l]] : 0;
+    return r;
+}
+DEV void stg32u(uint32_t *b, int e, U x, P p) { L if (p.v[l]) b[e] = x.v[l]; }
+DEV F ldf(const float *b, I e, P p, int c, float other) {
+    F r;
+    L r.v[l] = p.v[l] ? b[e.v[l] + c] : other;
+    return r;
+}
+DEV F ldf(const float *b, I e) { return ldf(b, e, e >= in(-1 << 30), 0, 0); }
+DEV U ldg16(const uint16_t *b, I e, P p, int c = 0) {
+    U r;
+    L r.v[l] = p.v[l] ? b[e.v[l] + c] : 0;
+    return r;
+}
+DEV U ld32(const uint16_t *b, I e, P p, int c = 0) { return ldg32(b, e, p, c); }
+DEV void stg128(uint16_t *b, I e, const U *x, P p) {
+    for (int n = 0; n < 4; n++) L if (p.v[l]) memcpy(b + e.v[l] + 2 * n, &x[n].v[l], 4);
+}
+DEV void stsf(S s, I a, F x, P p) { L if (p.v[l]) memcpy(s + a.v[l], &x.v[l], 4); }
+DEV void ldsf4(S s, I a, F *x) {
+    for (int n = 0; n < 4; n++) L memcpy(&x[n].v[l], s + a.v[l] + 4 * n, 4);
+}
+DEV U lds16(S s, I a, P p) {
+    U r;
+    L {
+        uint16_t h = 0;
+        if (p.v[l]) memcpy(&h, s + a.v[l], 2);
+        r.v[l] = h;
+    }
+    return r;
+}
+DEV U lows(U a, U b) { return (a & un(0xffffu)) | (b << 16); }
+DEV U highs(U a, U b) { return (a >> 16) | (b & un(0xffff0000u)); }
 #endif

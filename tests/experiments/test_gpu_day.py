@@ -24,7 +24,7 @@ FILES = {
     "profile-cifar-512-eager",
     "layers",
     "fused-errors",
-    "fused-forward",
+    "fused-times",
     "accuracy-epochs",
     "parts",
 }
