@@ -20,7 +20,7 @@ def is_complete(folder: Path, data: DataModule) -> bool:
     """Return whether --resume is auto and `folder` holds this run, complete.
 
     Raises:
-        UsageError: the folder holds a run with other options or data, or it holds a run and --resume is none.
+        UsageError: the folder holds a run with other options or data, another release's, or any and --resume is none.
     """
     config = data.config
     begun = (folder / run_folder.CONFIG).exists() or (folder / checkpoint.LAST).exists()
@@ -32,9 +32,11 @@ def is_complete(folder: Path, data: DataModule) -> bool:
     if config.resume != "auto":
         return False
     results = run_folder.read_results(folder)
-    if results is None or config.test and "held_out_last" in results:  # all but the test is done
+    if results is None and not (folder / run_folder.CONFIG).exists():
         return False
     saved, about = run_folder.read_config(folder)
+    if results is None or config.test and "held_out_last" in results:  # all but the test is done
+        return False
     _require_same(config.differences(saved, data.world.size, about["processes"]), folder)
     data.check_fingerprint(about["data_fingerprint"], folder)
     return results["epochs"] >= config.epochs

@@ -346,7 +346,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         data = load_dataset(options.dataset, options.data_dir, model.preparation)
         fingerprints[model.label] = data.fingerprint()
         splits = [data.train, data.test]
+        if len(data.classes) < 2:
+            raise UsageError(f"images of at least 2 classes are required, got {data.classes[0]}")
         if options.unseen:
+            if len(data.test) < 5:
+                raise UsageError(f"--unseen needs at least 5 test images, got {len(data.test)}")
             splits = hold_out(data.test, len(data.test) // 5, first)
         if options.limit:
             splits = [_limited(split, options.limit, first) for split in splits]

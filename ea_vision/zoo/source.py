@@ -244,7 +244,9 @@ def read_config(folder: Path) -> tuple[dict, dict]:
     try:
         config = _read_config(folder)
     except (OSError, yaml.YAMLError, ValueError, TypeError, LookupError) as error:
-        raise UsageError(f"{folder} is not a run folder: it has no readable {CONFIG}") from error
+        raise UsageError(
+            f"{folder} is not a run folder of format {FORMAT}: it has no {CONFIG} with a section `about`"
+        ) from error
     about = config.pop("about")
     if about.get("format") != FORMAT:
         raise UsageError(

@@ -68,7 +68,8 @@ def read_checkpoint(path: Path) -> dict:
     """Read a checkpoint, with its tensors in main memory, and verify it. Pickled code in it is not executed.
 
     Raises:
-        DamagedCheckpoint: the file cannot be read, is not a checkpoint of this trainer, or fails its checksum.
+        DamagedCheckpoint: the file cannot be read, is another program's, or fails its checksum.
+        UsageError: another release wrote it.
     """
     if path.exists() and not path.is_file():
         raise DamagedCheckpoint(f"{path} is not a file")
@@ -85,9 +86,10 @@ def read_checkpoint(path: Path) -> dict:
         )
     format_name = state.pop("format", None) if isinstance(state, dict) else None
     if format_name != CHECKPOINT_FORMAT:
-        raise DamagedCheckpoint(
-            f"{path} is not a checkpoint of this trainer: its format must be {CHECKPOINT_FORMAT}, "
-            f"got {format_name}"
+        error = UsageError if str(format_name).startswith("ea_vision") else DamagedCheckpoint
+        raise error(
+            f"{path} must be a checkpoint of format {CHECKPOINT_FORMAT}, got {format_name}: another release or "
+            "program wrote it"
         )
     return state
 

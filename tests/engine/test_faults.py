@@ -479,3 +479,4 @@ def test_a_run_folder_of_another_format_is_one_line(old_run, refusal):
         assert error.startswith(
             (f"{old_run} must be a run folder of format 1, got ", f"{old_run} is not a run")
         )
+        assert "format 1" in error

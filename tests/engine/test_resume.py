@@ -184,6 +184,24 @@ def test_a_damaged_results_file_is_refused_in_one_line(run, data, refusal, conte
     assert error.startswith(f"cannot read {path}: ")
 
 
+@pytest.mark.parametrize("part", ["config.yaml", "checkpoints"])
+def test_a_run_of_another_release_is_never_begun_anew(run, data, refusal, part):
+    """The same command, after an update of the package in the middle of a run."""
+    (run / run_folder.RESULTS).unlink()
+    if part == "config.yaml":
+        expected = "format 1, got 2"
+        text = (run / part).read_text(encoding="utf-8")
+        (run / part).write_text(text.replace("format: 1", "format: 2"), encoding="utf-8")
+    else:
+        expected = "got ea_vision-checkpoint-4"
+        for name in checkpoint.NAMES:
+            state = torch.load(run / name, weights_only=True)
+            torch.save({**state, "format": "ea_vision-checkpoint-4"}, run / name)
+    files = {path.name: path.read_bytes() for path in run.iterdir()}
+    assert expected in refusal(arguments(data, run))
+    assert {path.name: path.read_bytes() for path in run.iterdir()} == files
+
+
 def test_dollar_signs_in_names_are_no_formulas(begun, tmp_path):
     """The name of a class, and that of a run folder in a legend."""
     confusion = torch.eye(2, dtype=torch.float64)

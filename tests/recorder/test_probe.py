@@ -18,6 +18,7 @@ from ea_vision.recorder import probe
 from ea_vision.recorder.probe import extract_maps, shuffled_in_space, untrained_network
 from ea_vision.recorder.probe_network import ProbeNet, ProbeRecipe, train_probe
 from ea_vision.zoo.loaded import load_model
+from tests.engine.runner import make_folder
 from tests.recorder.networks import gap, recorded
 from tests.refused import refused
 
@@ -225,6 +226,21 @@ def test_bad_options(options, message, tmp_path, capsys):
         probe.main(f"{SHORT} -o {output} {options}".split())
     assert message in f"{error.value} {capsys.readouterr().err}"
     assert not output.exists()
+
+
+@pytest.mark.parametrize(
+    "more, classes, message",
+    [
+        ("", 1, "at least 2 classes are required, got class_0"),
+        ("--unseen", 2, "--unseen needs at least 5 test images, got 4"),
+        ("--limit 1", 2, "at least 2 images to learn from, got 1"),
+    ],
+)
+def test_too_few_images_or_classes(more, classes, message, tmp_path):
+    data = make_folder(tmp_path / "data", train=8, test=4, classes=classes)
+    with refused(message):
+        run(f"--dataset folder --data-dir {data} {more}", tmp_path / "out")
+    assert not list((tmp_path / "out").iterdir())
 
 
 def test_the_table_of_models_with_other_layers_leaves_places_empty():
