@@ -9,12 +9,10 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from ea_vision.base.errors import UsageError, exit_code
 from ea_vision.base.figures import FORMATS, figure_bytes
 from ea_vision.base.files import atomic_write, check_output
-from ea_vision.base.print import as_written
 from ea_vision.data.image_names import displayable
 from ea_vision.engine.run_folder import METRICS
 from ea_vision.zoo.source import read_config
@@ -38,7 +36,6 @@ def read_metrics(folder: Path) -> dict[str, list[float]]:
     return columns
 
 
-@as_written()
 def write_learning_curves(folders: list[Path], output: Path) -> None:
     """Draw losses and the first measure of run folders over their epochs, into a PNG, SVG or PDF.
 
@@ -47,6 +44,19 @@ def write_learning_curves(folders: list[Path], output: Path) -> None:
     """
     if output.suffix.lower() not in FORMATS:
         raise UsageError(f"learning curves must end in {' or '.join(FORMATS)}, got {output}")
+    # matplotlib, which readers of metrics do without
+    from ea_vision.base.print import as_written
+
+    with as_written():
+        picture = figure_bytes(drawn(folders), output.suffix.lower())
+    atomic_write(check_output(output), picture)
+    print(f"written: {output}")
+
+
+def drawn(folders: list[Path]):
+    """Return the figure of the runs' losses and first measures."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(10, 4.5), layout="constrained")
     loss_axes, measure_axes = figure.subplots(1, 2, subplot_kw={"xlabel": "epoch"})
     loss_axes.set_ylabel("loss (evaluation dashed)")
@@ -73,8 +83,7 @@ def write_learning_curves(folders: list[Path], output: Path) -> None:
         loss_axes.plot(columns["epoch"], columns["train_loss"], ".-", color=color)
         loss_axes.plot(epochs, losses, ".--", color=color)
     figure.legend(loc="outside lower center")
-    atomic_write(check_output(output), figure_bytes(figure, output.suffix.lower()))
-    print(f"written: {output}")
+    return figure
 
 
 def main(argv: list[str] | None = None) -> int:
