@@ -1,7 +1,6 @@
-"""Durations and sizes as people read them: 12 s, 3.5 min, 2.8 hours; 12.3 MiB, 1.50 GiB."""
+"""Durations as people read them: 12 s, 3.5 min, 2.8 hours."""
 
 MIB = 2**20
-GIB = 2**30
 UNITS = (("s", 1.0, 100), ("min", 60.0, 100), ("hours", 3600.0, 48))  # name, seconds, largest count
 
 
@@ -11,10 +10,3 @@ def duration(seconds: float) -> str:
         if seconds / length < limit:
             return f"{seconds / length:.2g} {unit}"
     return f"{seconds / 86400:.3g} days"
-
-
-def memory_size(count: float) -> str:
-    """Write a number of bytes in MiB, or in GiB from 1 GiB on."""
-    if count >= GIB:
-        return f"{count / GIB:.2f} GiB"
-    return f"{count / MIB:.1f} MiB"

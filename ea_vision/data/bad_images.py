@@ -22,6 +22,8 @@ class BadImages:
         self.limit = limit
         # path -> error, over all processes
         self.known: dict[str, str] = {}
+        # on the main process: whether the last list was written
+        self.listed = True
         # what this process's loaders have met since the last `collect`
         self.new: dict[str, str] = {}
 
@@ -41,12 +43,24 @@ class BadImages:
         for path, error in met.items():
             log.warning("unreadable image %s: %s", path, error)
         if met and world.is_main:
-            rows = [{"path": path, "error": error} for path, error in sorted(self.known.items())]
-            # names of files may not be UTF-8
-            atomic_write(folder / FILE, csv_text(rows).encode("utf-8", "surrogateescape"))
+            self._write(folder / FILE)
         if len(self.known) > self.limit:
             path, error = min(self.known.items())
+            listed = f"; all are listed in {folder / FILE}" if self.listed else ""
             raise RunError(
                 f"{len(self.known)} images cannot be read, --max-bad-images allows {self.limit}; the first: "
-                f"{path} ({error}); all are listed in {folder / FILE}"
+                f"{path} ({error}){listed}"
             )
+
+    def _write(self, file: Path) -> None:
+        """Write the list. If that fails, as on a full disk, warn once: the run can go on without it."""
+        rows = [{"path": path, "error": error} for path, error in sorted(self.known.items())]
+        # names of files may not be UTF-8
+        content = csv_text(rows).encode("utf-8", "surrogateescape")
+        try:
+            atomic_write(file, content)
+            self.listed = True
+        except RunError as error:
+            if self.listed:
+                log.warning("unreadable images are not listed, the run goes on without: %s", error)
+            self.listed = False

@@ -1,9 +1,9 @@
-"""Durations, sizes and tables as people read them."""
+"""Durations and tables as people read them."""
 
 import pytest
 
 from ea_vision.base.tables import markdown
-from ea_vision.base.units import duration, memory_size
+from ea_vision.base.units import duration
 
 
 @pytest.mark.parametrize(
@@ -21,14 +21,6 @@ from ea_vision.base.units import duration, memory_size
 )
 def test_durations(seconds, text):
     assert duration(seconds) == text
-
-
-@pytest.mark.parametrize(
-    "count, text",
-    [(0, "0.0 MiB"), (5 * 2**20, "5.0 MiB"), (2**30 - 1, "1024.0 MiB"), (3.5 * 2**30, "3.50 GiB")],
-)
-def test_sizes_of_memory(count, text):
-    assert memory_size(count) == text
 
 
 def test_tables():

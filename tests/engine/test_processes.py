@@ -174,9 +174,9 @@ def test_stopped_on_two_continued_on_one_and_back_inside_an_epoch(data, tmp_path
     the weights equal those of one process with four batches per update. Without BatchNorm, whose batches of two would
     pair other images."""
     alone, folder, ids = tmp_path / "alone", tmp_path / "run", tmp_path / "ids"
-    assert "8 images = 2 x 1 processes x 4 batches" in train(arguments(data, alone, *SHARED))
+    assert "8 images = 2 x 4 batches x 1 processes" in train(arguments(data, alone, *SHARED))
     argv = arguments(data, folder, *SHARED, "--checkpoint-steps 1")
-    assert "8 images = 2 x 2 processes x 2 batches" in train(
+    assert "8 images = 2 x 2 batches x 2 processes" in train(
         argv, partial(log_ids, ids, 2), size=2, code=STOPPED
     )
     assert run_folder.read_config(folder)[1]["processes"] == 2

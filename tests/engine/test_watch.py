@@ -65,7 +65,8 @@ def test_maps_with_negative_entries_have_no_entropy_and_have_not_collapsed(caplo
     model = timm.create_model("ea_vit_tiny_patch16_224", **VIT, evolution="talking_heads")
     with torch.no_grad():
         for parameter in model.blocks[1].attn.evolution.parameters():
-            parameter.copy_(torch.randn(parameter.shape) * 3)
+            weights = torch.linspace(-3, 3, parameter.numel())  # one head's are all negative
+            parameter.copy_(weights.view_as(parameter))
     columns = MapsWatch()(model, IMAGES)
     assert math.isnan(columns["entropy_2"])
     assert 0 < columns["entropy_1"] < 1
