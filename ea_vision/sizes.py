@@ -179,7 +179,7 @@ def list_models(names: Sequence[str]) -> list[dict[str, str]]:
             raise UsageError(f"the list is of networks by name; {name} needs --sizes")
         plain, _, tag = name.partition(".")
         if tag and tag not in tags[plain]:
-            near = near_matches(tag, tags[plain], "weights")
+            near = near_matches(tag, tags[plain], "weights") if tags[plain] else "it has none"
             raise UsageError(f"{plain} has no weights {tag!r}; {near}")
         _, height, width = timm.get_pretrained_cfg(name).input_size
         first, *others = [tag] if tag else tags[plain] or [""]

@@ -20,8 +20,8 @@ def name_on_hub(dataset: str) -> str:
     prefix, _, name = dataset.partition("/")
     if prefix != "hfds" or not name:
         raise UsageError(
-            f"--dataset must be hfds/NAME, got {dataset}; folders, tars and WebDataset's shards are read "
-            "by --data-dir alone"
+            f"--dataset must be hfds/NAME, got {dataset}; folders (as torchvision's), tars and WebDataset's "
+            "shards are read by --data-dir alone"
         )
     return name
 
@@ -102,7 +102,10 @@ class HubImages:
 
     def read(self, index: int) -> tuple[Image.Image, int]:
         """Return an image in RGB and its target. Raises BrokenImage."""
-        image = self.images[int(index)][self.input_key]
+        try:
+            image = self.images[int(index)][self.input_key]
+        except (OSError, ValueError, TypeError) as error:  # of pyarrow, as on a failing disk
+            raise BrokenImage(f"{type(error).__name__}: {error}") from error
         if image is None:
             raise BrokenImage("there is no image in this row")
         file = io.BytesIO(image["bytes"]) if image.get("bytes") else image["path"]

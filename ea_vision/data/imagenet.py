@@ -1,4 +1,4 @@
-"""Images of folders, tars and named data sets, decoded as they are needed.
+"""Images of folders, tars and of Hugging Face's data sets, decoded as they are needed.
 
 Worker processes read, decode and augment (0 workers: this process); pixels are normalised on the device. The
 augmentation of an image is a function of seed, epoch and index. It depends neither on the number of workers nor on the

@@ -46,6 +46,7 @@ def read_run_state(path: Path) -> dict:
 
     Raises:
         DamagedCheckpoint: as `read_checkpoint`, or a part is missing.
+        UsageError: another release wrote it.
     """
     state = read_checkpoint(path)
     missing = [part for part in PARTS if part not in state]
@@ -64,8 +65,8 @@ def newest_checkpoint(
     This is last.ckpt or, if that is missing or damaged, the one of the others with the most updates. (After going back
     by --resume best.ckpt, last.ckpt has fewer updates than the files that were left behind.)
 
-    notice: if given, damaged and foreign files are renamed to NAME.damaged, so that none replaces a good one later, and
-        `notice` is called with a line for each.
+    notice: if given, damaged files and those of other programs are renamed to NAME.damaged, so that none replaces a
+        good one later, and `notice` is called with a line for each.
     """
     newest = None
     most = -1

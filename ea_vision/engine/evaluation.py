@@ -90,7 +90,13 @@ def options_of(schema: type, source: Source, given: dict) -> Any:
     if source.weights is None:
         if given.get("model", source.name) != source.name:
             raise UsageError(f"--evaluate {target} names the model, got --model {given['model']}")
-        return resolve(schema, {**given, "model": source.name})
+        config = resolve(schema, {**given, "model": source.name})
+        if config.pretrained_path:  # of the recipe
+            raise UsageError(
+                f"--evaluate takes a file of weights itself, got {target} and pretrained_path "
+                f"{config.pretrained_path}"
+            )
+        return config
     trainer = trainer_of(source.options)
     this_trainer = trainer_of(schema.rules())
     if source.run is None and source.kind == CLASSIFICATION and "img_size" in source.options:

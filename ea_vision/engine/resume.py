@@ -2,6 +2,7 @@
 
 import logging
 import math
+import re
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,7 +21,8 @@ def is_complete(folder: Path, data: DataModule) -> bool:
     """Return whether --resume is auto and `folder` holds this run, complete.
 
     Raises:
-        UsageError: the folder holds a run with other options or data, another release's, or any and --resume is none.
+        UsageError: the folder holds a run with other options or data, or of another release, or another program's
+            config.yaml; or it holds a run and --resume is none.
     """
     config = data.config
     begun = (folder / run_folder.CONFIG).exists() or (folder / checkpoint.LAST).exists()
@@ -29,13 +31,13 @@ def is_complete(folder: Path, data: DataModule) -> bool:
             f"{folder} holds a run: continue it with --resume auto, choose another --output, or "
             "delete it"
         )
-    if config.resume != "auto":
-        return False
     results = run_folder.read_results(folder)
     if results is None and not (folder / run_folder.CONFIG).exists():
         return False
     saved, about = run_folder.read_config(folder)
-    if results is None or config.test and "held_out_last" in results:  # all but the test is done
+    if (
+        config.resume != "auto" or results is None or config.test and "held_out_last" in results
+    ):  # all but the test is done
         return False
     _require_same(config.differences(saved, data.world.size, about["processes"]), folder)
     data.check_fingerprint(about["data_fingerprint"], folder)
@@ -51,7 +53,7 @@ def _require_same(changed: dict[str, str], source: Path) -> None:
 
 
 def begin_or_resume(trainer: Trainer, about: dict) -> None:
-    """Load the checkpoint that --resume names or finds, write config.yaml.
+    """Load the checkpoint that --resume names or finds, delete temporary files that are left, write config.yaml.
 
     Raises:
         UsageError: the checkpoint does not fit, or a log cannot be opened; the folder is unchanged.
@@ -68,6 +70,9 @@ def begin_or_resume(trainer: Trainer, about: dict) -> None:
         branches_off = config.resume != "auto" and not is_own
     trainer.progress.begin(about)
     if world.is_main:
+        for leftover in folder.rglob(".*.tmp"):  # of interrupted writes
+            if re.fullmatch(r"\..*[0-9a-f]{32}\.tmp", leftover.name):
+                leftover.unlink(missing_ok=True)
         trainer.step_log = StepLog(folder, config, trainer.progress.updates)
         for name in (run_folder.RESULTS, run_folder.CARD):  # only a complete run has them
             (folder / name).unlink(missing_ok=True)

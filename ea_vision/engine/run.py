@@ -62,9 +62,9 @@ def main(module: type[DataModule], argv: list[str] | None = None) -> int:
     modes = parser.add_argument_group("instead of training")
     modes.add_argument(
         "--evaluate",
-        metavar="RUN|MODEL",
+        metavar="RUN|FILE|MODEL",
         help="test a run's best weights, a file of weights, or a model by name with its pretrained "
-        "ones; report into --output (default: RUN/evaluation)",
+        "ones; report into --output (default: RUN/evaluation or runs/evaluation-NAME)",
     )
     about_check = "check that the options fit together and the data exists, and end"
     modes.add_argument(
@@ -75,7 +75,9 @@ def main(module: type[DataModule], argv: list[str] | None = None) -> int:
     only_checked = given.pop("check_options", False)
     if target is not None:
         if not target:  # a shell's variable without a value
-            raise UsageError("--evaluate needs a run folder or a model, got an empty text")
+            raise UsageError(
+                "--evaluate needs a run folder, a file of weights or a model, got an empty text"
+            )
         with workers_watched(RuntimeError):
             evaluate_target(module, target, given)
         return 0

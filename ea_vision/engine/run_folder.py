@@ -35,7 +35,7 @@ MEASURES = ("top1", "top5")  # of an evaluation, in percent; another trainer may
 def locked(folder: Path, world: World) -> Iterator[None]:
     """Make the run folder and lock it, since two runs that write into one folder would spoil both.
 
-    Temporary files of interrupted writes are deleted. If nothing was written, the folder is deleted at the end.
+    At the end, folders that it made and into which nothing was written are deleted.
 
     Raises:
         UsageError: the folder cannot be made or written to, or another process holds it.
@@ -43,6 +43,7 @@ def locked(folder: Path, world: World) -> Iterator[None]:
     if not world.is_main:
         yield
         return
+    new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
     create(folder)
     lock = FileLock(folder / LOCK)
     try:
@@ -52,16 +53,14 @@ def locked(folder: Path, world: World) -> Iterator[None]:
     except (OSError, NotImplementedError) as error:  # some network file systems have no locks
         log.warning("%s cannot be locked: %s", folder, error)
     try:
-        for leftover in folder.rglob(".*.tmp"):
-            leftover.unlink(missing_ok=True)
         yield
     finally:
         if isinstance(lock, UnixFileLock):  # others remove their file themselves
             (folder / LOCK).unlink(missing_ok=True)
         lock.release()
-        if not any(folder.iterdir()):
-            with suppress(OSError):  # another run has just begun here
-                folder.rmdir()
+        with suppress(OSError):  # one of them holds something
+            for path in new_folders:
+                path.rmdir()
 
 
 # ---- config.yaml ----------------------------------------------------------------------------------------------------

@@ -67,9 +67,11 @@ class ImageNetConfig(StreamConfig, ClassificationConfig):
     dataset: str = option(
         "", "another data set: hfds/NAME of Hugging Face's; empty: that of data_dir", DATA
     )
-    input_key: str = setting("image", "hfds/NAME: column of the images", DATA, goes_with="dataset")
+    input_key: str = setting(
+        "", "hfds/NAME: column of the images; empty: image", DATA, goes_with="dataset"
+    )
     target_key: str = setting(
-        "label", "hfds/NAME: column of the classes", DATA, goes_with="dataset"
+        "", "hfds/NAME: column of the classes; empty: label", DATA, goes_with="dataset"
     )
     train_beton: str = setting(
         "", "FFCV file of the training images; empty: data_dir is read", DATA
@@ -238,8 +240,8 @@ class ClassFolders(DataModule):
                 split,
                 named,
                 config.num_classes,
-                input_key=config.input_key,
-                target_key=config.target_key,
+                input_key=config.input_key or "image",
+                target_key=config.target_key or "label",
             )
         return ImageFiles(self._place_of(config, split, named, training), config.num_classes)
 

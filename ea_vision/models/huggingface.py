@@ -438,12 +438,12 @@ def from_pretrained(folder: str, **kwargs: Any) -> nn.Module:
     cls = type(plain.__name__, (plain,), {"__init__": build, "__module__": plain.__module__})
     kwargs = {**implementations, **kwargs, "output_loading_info": True}
     model, info = cls.from_pretrained(folder, **kwargs)
-    _check_weights(folder, info)
+    check_weights(folder, info)
     model.__class__ = plain
     return (model, info) if with_info else model
 
 
-def _check_weights(folder: str, info: dict[str, Any]) -> None:
+def check_weights(folder: str, info: dict[str, Any]) -> None:
     """Raise UsageError if weights of mechanisms are missing, unexpected or of another shape."""
     faults = []
     for status in ("missing", "unexpected", "mismatched"):

@@ -160,7 +160,7 @@ class Problem:
             raise ValueError(
                 f"a gate must have 1 or num_heads={K} numbers, got shape {list(gate.shape)}"
             )
-        return gate.float().reshape(-1).expand(K)
+        return gate.to(self.q.device, torch.float32).reshape(-1).expand(K)
 
     def dropout_seed(self) -> Tensor | None:
         """Draw the dropout's seed, (1), from torch's generator; None without dropout.

@@ -74,7 +74,7 @@ def class_logits(
         )
     if classes is None:
         return logits, logits.argmax(1)
-    if not 0 <= min(classes) <= max(classes) < logits.shape[1]:
+    if not all(index in range(logits.shape[1]) for index in classes):
         raise UsageError(
             f"a class must lie between 0 and {logits.shape[1] - 1}, got {list(classes)}"
         )

@@ -347,7 +347,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         fingerprints[model.label] = data.fingerprint()
         splits = [data.train, data.test]
         if len(data.classes) < 2:
-            raise UsageError(f"images of at least 2 classes are required, got {data.classes[0]}")
+            raise UsageError(
+                f"images of at least 2 classes are required, got {', '.join(data.classes) or 'none'}"
+            )
         if options.unseen:
             if len(data.test) < 5:
                 raise UsageError(f"--unseen needs at least 5 test images, got {len(data.test)}")

@@ -114,7 +114,7 @@ def style_of(keywords: Mapping[str, Any], fields: Sequence[str] = STYLE_FIELDS) 
     unknown = [name for name in keywords if name not in fields]
     if unknown:
         raise UsageError(
-            f"this figure has no keyword {unknown[0]}; those of its style are {', '.join(fields) or 'none'}"
+            f"this figure has no keyword {unknown[0]}: its docstring lists those it has"
         )
     return MapStyle(**keywords)
 

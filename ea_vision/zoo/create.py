@@ -347,8 +347,10 @@ def transformers_model(folder: str, *, pretrained: bool = True, **kwargs: Any) -
             raise UsageError(f"{folder} needs a transformers that has {architecture}")
         load = getattr(transformers, architecture).from_pretrained
     try:
-        return load(folder, **kwargs)
+        model, info = load(folder, **kwargs, output_loading_info=True)
     except (safetensors.SafetensorError, pickle.UnpicklingError) as error:
         raise UsageError(
             f"weights in {folder} cannot be read: {shorten(str(error), 400)}"
         ) from error
+    huggingface.check_weights(folder, info)  # also of a plain model with an evolved part
+    return model

@@ -245,7 +245,8 @@ def read_config(folder: Path) -> tuple[dict, dict]:
         config = _read_config(folder)
     except (OSError, yaml.YAMLError, ValueError, TypeError, LookupError) as error:
         raise UsageError(
-            f"{folder} is not a run folder of format {FORMAT}: it has no {CONFIG} with a section `about`"
+            f"{folder} is not a run folder of format {FORMAT}: it has no {CONFIG} with a section `about` "
+            f"({' '.join(str(error).split())})"
         ) from error
     about = config.pop("about")
     if about.get("format") != FORMAT:

@@ -334,7 +334,7 @@ def test_a_folder_that_is_given_is_read():
 
 
 def test_an_empty_name_is_neither_a_training_nor_the_working_directory():
-    with refused("--evaluate needs a run folder or a model, got an empty"):
+    with refused("--evaluate needs a run folder, a file of weights or a model, got an empty"):
         train_cifar.main(["--evaluate", ""])
     with refused("run folder or a file is required, got an empty text"):
         load_model("")
@@ -352,6 +352,14 @@ def test_an_option_younger_than_a_checkpoint_had_its_default():
     del saved["momentum"]
     del saved["clip_grad"]
     assert config.differences(saved) == {"momentum": "momentum was 0.9, got 0.8"}
+
+
+def test_a_run_with_an_option_that_is_gone_goes_on_only_if_it_had_no_effect():
+    config = resolve(CifarConfig, {})
+    saved = dataclasses.asdict(config)
+    assert not config.differences({**saved, "clip_mode": "norm", "ratio": [3 / 4, 4 / 3]})
+    for name, value in {"clip_mode": "agc", "os_cache": "off", "ratio": [1, 1]}.items():
+        assert list(config.differences({**saved, name: value})) == [name]
 
 
 @settings(

@@ -184,6 +184,17 @@ def test_a_damaged_results_file_is_refused_in_one_line(run, data, refusal, conte
     assert error.startswith(f"cannot read {path}: ")
 
 
+def test_a_refused_start_deletes_nothing(data, tmp_path, refusal):
+    """Neither files that look like temporary ones, nor empty folders that were there."""
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / ".keep.tmp").touch()
+    refusal(arguments(tmp_path / "no-data", folder))
+    assert [path.name for path in folder.iterdir()] == [".keep.tmp"]
+    refusal(arguments(tmp_path / "no-data", tmp_path / "a" / "b"))
+    assert not (tmp_path / "a").exists()
+
+
 @pytest.mark.parametrize("part", ["config.yaml", "checkpoints"])
 def test_a_run_of_another_release_is_never_begun_anew(run, data, refusal, part):
     """The same command, after an update of the package in the middle of a run."""

@@ -90,7 +90,9 @@ def test_mechanisms_alone_leave_attention_as_it_was(name):
     assert differ(expected[0], expected[1]) > 0.05
     for options in (dict(token_conv=True), dict(value_residual=True)):
         alone = evolve(model, None, **options)
-        assert differ(alone(x), expected) < 1e-6  # torchvision's then takes another path than nn.MultiheadAttention
+        assert (
+            differ(alone(x), expected) < 1e-6
+        )  # torchvision's then takes another path than nn.MultiheadAttention
         assert len(alone.state_dict()) > len(model.state_dict())
         assert torch.equal(unevolve(alone)(x), expected)
     assert not attention_layers(model)

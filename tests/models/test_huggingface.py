@@ -261,6 +261,18 @@ def test_a_tower_of_an_evolved_folder_is_not_read_as_the_plain_tower(tmp_path):
     ea_vision.from_pretrained(tmp_path)
 
 
+def test_a_plain_model_with_an_evolved_part_is_refused(tmp_path):
+    """Its config.json is a plain model's, its weights are not."""
+    text = dict(TEXT, vocab_size=50)
+    model = transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=VISION))
+    model.save_pretrained(tmp_path / "plain")
+    assert type(ea_vision.load(tmp_path / "plain")) is transformers.CLIPModel
+    model.vision_model = evolve(model.vision_model)
+    model.save_pretrained(tmp_path / "part")
+    with refused("unexpected, the first of them vision_model"):
+        ea_vision.load(tmp_path / "part")
+
+
 def test_an_adapter_s_base_is_found_by_no_plain_name(tmp_path):
     """AutoPeftModel, and transformers, would put the adapter on the plain model that was evolved."""
     peft = pytest.importorskip("peft", reason="peft is not installed")
