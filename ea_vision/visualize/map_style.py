@@ -114,7 +114,8 @@ def style_of(keywords: Mapping[str, Any], fields: Sequence[str] = STYLE_FIELDS) 
     unknown = [name for name in keywords if name not in fields]
     if unknown:
         raise UsageError(
-            f"this figure has no keyword {unknown[0]}: its docstring lists those it has"
+            f"this figure has no keyword {unknown[0]}; those of its style are {', '.join(fields)}, and its docstring "
+            "lists the others"
         )
     return MapStyle(**keywords)
 
