@@ -43,15 +43,16 @@ class _Follow(TorchFunctionMode):
         if func is F.multi_head_attention_forward:
             kwargs = {**kwargs, "need_weights": True, "average_attn_weights": False}
         result = func(*args, **kwargs)
-        if self.running and func is F.multi_head_attention_forward:
-            maps = result[1]._base  # which the output is computed from; the result is a view of it
-            self.formed[self.running[-1]] = (maps, None)
-            return result
-        if self.running and func is FUSED:
-            value = kwargs["value"] if "value" in kwargs else args[2]
-            self.formed[self.running[-1]] = (result, value)
-        elif self.running and func in FORMS and FORMS[func](result, *args, **kwargs) is result:
-            self.formed[self.running[-1]] = (result, None)
+        formed = None
+        if func is F.multi_head_attention_forward:
+            # its maps are a view of what its output is computed from
+            formed = (result[1]._base, None)
+        elif func is FUSED:
+            formed = (result, kwargs["value"] if "value" in kwargs else args[2])
+        elif func in FORMS and FORMS[func](result, *args, **kwargs) is result:
+            formed = (result, None)
+        if self.running and formed:
+            self.formed[self.running[-1]] = formed
         return result
 
 

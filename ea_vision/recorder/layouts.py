@@ -118,22 +118,16 @@ class Sight:
     def __init__(self, stems: Collection[nn.Module], channels: Container[int]):
         self.stems = stems
         self.channels = channels
-        self.image: torch.Size | None = None
-        self.grids: dict[int, Size] = {}
-        self.covered: dict[Size, Size] = {}
-        self.joined: set[int] = set()
-        self.reordered = False
-        self.order: Tensor | None = None
-        self._called: set[nn.Module] = set()  # stems, in this forward
+        self._forget()
 
     def _forget(self) -> None:
         self.image = None
-        self.grids.clear()
-        self.covered.clear()
-        self.joined.clear()
+        self.grids = {}
+        self.covered = {}
+        self.joined = set()
         self.reordered = False
         self.order = None
-        self._called.clear()
+        self._called = set()  # stems, in this forward
 
     def begin(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
         """Forget the last forward. The network's first argument is taken as images if it has their shape."""
@@ -250,21 +244,15 @@ def _channels_of(module: nn.Module) -> list[int]:
     return [count // side**2 for side in sides if count % side**2 == 0]
 
 
-def _is_common_stem(module: nn.Module) -> bool:
-    """Return whether a module is a convolution of images of few channels."""
-    return isinstance(module, nn.Conv2d) and module.in_channels <= COMMON_CHANNELS
-
-
-def _makes_grids(module: nn.Module) -> bool:
-    """Return whether a module turns images or features into features of another grid."""
-    return isinstance(module, nn.Conv2d) or "Pool" in type(module).__name__
-
-
 def image_seen(model: nn.Module, hooks: Hooks) -> Sight:
     """Hook the network; return the Sight that its forwards fill while the hooks stay."""
     # the convolutions of evolutions take maps
     modules = [module for name, module in model.named_modules() if ".evolution." not in name]
-    stems = [module for module in modules if _is_common_stem(module)]
+    stems = [
+        module
+        for module in modules
+        if isinstance(module, nn.Conv2d) and module.in_channels <= COMMON_CHANNELS
+    ]
     if not stems:  # the first module that may embed images
         stems = [module for module in modules if _channels_of(module)][:1]
     channels = {*range(1, COMMON_CHANNELS + 1)}
@@ -277,7 +265,7 @@ def image_seen(model: nn.Module, hooks: Hooks) -> Sight:
         note = sight.note_patches if is_linear else sight.look_through
         hooks.add(stem.register_forward_pre_hook, note)
     for module in modules:
-        if _makes_grids(module):
+        if isinstance(module, nn.Conv2d) or "Pool" in type(module).__name__:
             hooks.add(module.register_forward_hook, sight.note_grid)
         if hasattr(module, "resolution") and isinstance(getattr(module, "stride", None), int):
             hooks.add(module.register_forward_pre_hook, sight.note_subsampled)
@@ -414,6 +402,11 @@ def _channels(*_) -> Layout:
     return Layout(channels=True)
 
 
+def _shape_of_input(_, *args: Any, **__) -> torch.Size:
+    shapes = [value.shape for value in args if isinstance(value, Tensor)]
+    return shapes[0] if shapes else torch.Size()
+
+
 # by the class of the layer, or of a block around it
 SPECIAL: dict[str, Callable[..., Layout]] = {
     "timm.models.swin_transformer.SwinTransformerBlock": partial(_grouped, pad_first=False),
@@ -442,7 +435,7 @@ def layout_finder(
     """Return a function from maps to a layer's layout: of its windows or channels, by the input of the layer or of a
     block around it, or else of tokens over the image."""
     owner = model.get_submodule(name)
-    read = None
+    read = _shape_of_input
     for module in owners(model, name):
         paths = [f"{cls.__module__}.{cls.__name__}" for cls in type(module).__mro__]
         special = [path for path in paths if path in SPECIAL]
@@ -452,18 +445,13 @@ def layout_finder(
             break
     names = prefix_names(model)
     learned = learned_queries(model, name)
-    noted: list[Any] = []  # the layout by the owner's input, or the shape of the layer's input
+    noted: list[Layout | torch.Size] = []  # what was read from the last input
 
     def look(module: nn.Module, args: tuple, kwargs: dict) -> None:
-        noted.clear()
-        if read is not None:
-            noted.append(read(module, *args, **kwargs))
-            return
-        shapes = [value.shape for value in args if isinstance(value, Tensor)]
-        noted.append(shapes[0] if shapes else torch.Size())
+        noted[:] = [read(module, *args, **kwargs)]
 
     def layout_of(maps: Tensor) -> Layout:
-        if read is not None:
+        if isinstance(noted[0], Layout):
             return replace(noted[0], image=sight.size())
         return token_layout(maps.shape, sight, names, noted[0], learned)
 

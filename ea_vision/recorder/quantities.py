@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -324,15 +325,11 @@ def class_rollout(maps: AttentionMaps) -> Tensor:
         (B, T', T), T' the last layer's tokens, T the first's; at least 0.
     """
 
-    def step(layer: LayerMaps) -> Tensor:
+    def step(layer: LayerMaps, share: float = 1.0) -> Tensor:
         evidence = layer.on_queries_grid(EVIDENCE).float().mean(1)
-        return evidence + torch.eye(evidence.shape[-1], device=evidence.device)
+        return share * evidence + torch.eye(evidence.shape[-1], device=evidence.device)
 
-    def identity(layer: LayerMaps) -> Tensor:
-        tokens = layer.on_queries_grid(EVIDENCE)[:, 0]
-        return torch.eye(tokens.shape[-1], device=tokens.device).expand_as(tokens)
-
-    return _through_layers(maps, step) - _through_layers(maps, identity)
+    return _through_layers(maps, step) - _through_layers(maps, partial(step, share=0.0))
 
 
 def attention_rollout(maps: AttentionMaps) -> Tensor:

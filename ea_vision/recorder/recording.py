@@ -12,9 +12,10 @@ Shape letters: B batch, K heads, H x W the attention map, N = H*W its pixels, T 
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from numbers import Number
 from typing import Any
 
@@ -281,7 +282,7 @@ def _is_attention(module: nn.Module) -> bool:
 
 def _find(model: nn.Module) -> dict[AttentionLayer, nn.Module]:
     """Return the innermost modules that attend, in the network's order."""
-    found: dict[AttentionLayer, nn.Module] = {}
+    attending: dict[AttentionLayer, nn.Module] = {}
     for name, module in model.named_modules():
         if not _is_attention(module):
             continue
@@ -289,14 +290,14 @@ def _find(model: nn.Module) -> dict[AttentionLayer, nn.Module]:
         if not isinstance(module, ALONE) and any(map(_is_attention, inner)):
             continue
         layer = AttentionLayer(
-            number=len(found) + 1,
+            number=len(attending) + 1,
             name=name.replace("_orig_mod.", ""),
             num_heads=heads_of(module) or 1,
             parts=_parts_of(module),
             pools=bool(learned_queries(model, name)),
         )
-        found[layer] = module
-    return found
+        attending[layer] = module
+    return attending
 
 
 def recordable_layers(model: nn.Module) -> list[AttentionLayer]:
@@ -304,54 +305,23 @@ def recordable_layers(model: nn.Module) -> list[AttentionLayer]:
     return list(_find(unwrap(model)))
 
 
-def _select(
-    available: Sequence[AttentionLayer], layers: Sequence[int | str] | None, parts: Sequence[str]
-) -> list[AttentionLayer]:
-    """Return the layers asked for, in forward order.
-
-    Raises:
-        ValueError: the network lacks a layer, or the layers lack parts.
-    """
-    selected = list(available)
-    if layers is not None:
-        _check_layers(available, layers)
-        selected = [layer for layer in selected if layer.number in layers or layer.name in layers]
-    _check_parts(selected, parts)
-    return selected
-
-
-def _check_layers(available: Sequence[AttentionLayer], layers: Sequence[int | str]) -> None:
-    """Raise ValueError unless `layers` are numbers or names of available layers, at least one."""
-    keys = {layer.number for layer in available} | {layer.name for layer in available}
-    unknown = [key for key in layers if key not in keys]
-    if unknown or not layers:
-        listed = ", ".join(map(str, available))
-        raise ValueError(f"attention layers of this model are {listed}; got {unknown or 'none'}")
+def _check(wanted: Sequence, available: Collection, refusal: str) -> None:
+    """Raise ValueError unless everything that was asked for is available, and it is something. The refusal ends in what
+    is not."""
+    unknown = [item for item in wanted if item not in available]
+    if unknown or not wanted:
+        raise ValueError(f"{refusal}; got {unknown or 'none'}")
 
 
 def _check_heads(layer: AttentionLayer, heads: Sequence[int], count: int) -> None:
-    """Raise ValueError unless a layer of `count` heads has these, at least one."""
-    unknown = [head for head in heads if head not in range(count)]
-    if unknown or not heads:
-        raise ValueError(f"heads of layer {layer} are 0 to {count - 1}; got {unknown or 'none'}")
+    _check(heads, range(count), f"heads of layer {layer} are 0 to {count - 1}")
 
 
-def _check_parts(layers: Sequence[AttentionLayer], parts: Sequence[str]) -> None:
-    """Raise ValueError unless each part is one of some layer, and there is at least one part."""
-    recordable = {part for layer in layers for part in layer.parts}
-    unknown = [part for part in parts if part not in recordable]
-    if unknown or not parts:
-        listed = "; ".join(f"{layer} has {', '.join(layer.parts)}" for layer in layers)
-        raise ValueError(
-            f"parts must be some of those of the chosen layers, got {unknown or 'none'}: {listed}"
-        )
-
-
-def _several(given: Any) -> tuple | None:
+def _as_tuple(value: Any) -> tuple | None:
     """Return a tuple of one value (parts="attn", layers=2) or several."""
-    if given is None:
+    if value is None:
         return None
-    return (given,) if isinstance(given, (Number, str)) else tuple(given)
+    return (value,) if isinstance(value, (Number, str)) else tuple(value)
 
 
 @contextmanager
@@ -393,8 +363,7 @@ def record_attention(
             f"a network is required, such as ea_vision.load('ea_conv_transformer_cifar'), got {model!r}"
         )
     model = unwrap(model)
-    heads = _several(heads)
-    parts = _several(parts)
+    layers, heads, parts = map(_as_tuple, (layers, heads, parts))
     modules = _find(model)
     if not modules:
         raise ValueError(
@@ -402,7 +371,13 @@ def record_attention(
             "nn.MultiheadAttention or a module that states its number of heads is required (a TorchScript model hides "
             "its layers: record the model it was made from)"
         )
-    selected = _select(list(modules), _several(layers), parts)
+    keys = list(chain.from_iterable((layer.number, layer.name) for layer in modules))
+    layers = keys if layers is None else layers
+    _check(layers, keys, f"attention layers of this model are {', '.join(map(str, modules))}")
+    selected = [layer for layer in modules if layer.number in layers or layer.name in layers]
+    listed = "; ".join(f"{layer} has {', '.join(layer.parts)}" for layer in selected)
+    recordable = list(chain.from_iterable(layer.parts for layer in selected))
+    _check(parts, recordable, f"parts of the chosen layers: {listed}")
     for layer in selected:
         # others are checked by their maps
         if heads is not None and heads_of(modules[layer]) is not None:
@@ -417,11 +392,10 @@ def record_attention(
         hooks.add(model.register_forward_pre_hook, maps._call_begins)
         hooks.add(model.register_forward_hook, maps._call_ends, always_call=True)
         for layer in selected:
-            layer_parts = {*parts} & {*layer.parts}
             find = layout_finder(model, layer.name, sight, hooks)
-            watch = _Watch(layer, modules[layer], heads, layer_parts, maps, find, sight)
-            watch.follow(hooks, recorder.running)
-            watches.append(watch)
+            kept = {*parts}.intersection(layer.parts)
+            watches.append(_Watch(layer, modules[layer], heads, kept, maps, find, sight))
+            watches[-1].follow(hooks, recorder.running)
         yield maps
     if maps:
         return

@@ -258,7 +258,7 @@ class Linear(nn.Module):
         ({"heads": [4]}, r"heads of layer 1 .* are 0 to 3; got \[4\]"),
         (
             {"parts": ["maps", "attn"]},
-            r"parts must be some of .*, got \['maps'\]: 1 .* has attn, logits",
+            r"parts of the chosen layers: 1 .* has attn, logits.*; got \['maps'\]",
         ),
         ({"layers": []}, "got none"),
         ({"heads": "mean"}, r"heads of layer 1 .* are 0 to 3; got \['mean'\]"),
