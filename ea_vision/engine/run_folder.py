@@ -13,8 +13,9 @@ from filelock import FileLock, Timeout, UnixFileLock
 from torch import Tensor
 
 from ea_vision.base.errors import UsageError
-from ea_vision.base.files import atomic_write, create, csv_text
+from ea_vision.base.files import atomic_write, check_output, create, csv_text
 from ea_vision.base.processes import World
+from ea_vision.engine import checkpoint
 from ea_vision.models import EVOLVED, list_networks
 from ea_vision.models.note import NOTE, with_note
 from ea_vision.zoo.preparation import OPTIONS
@@ -28,6 +29,7 @@ CARD = "model.md"  # of model.safetensors
 # entries of a run's `about` section that the note in its weights repeats
 NOTE_ENTRIES = ("model_kwargs", "task", "classes", "category_ids", "mean", "std")
 LOCK = ".lock"
+FILES = (CONFIG, METRICS, "speed.csv", WEIGHTS, *checkpoint.NAMES, RESULTS, CARD)
 MEASURES = ("top1", "top5")  # of an evaluation, in percent; another trainer may have others
 
 
@@ -38,13 +40,15 @@ def locked(folder: Path, world: World) -> Iterator[None]:
     At the end, folders that it made and into which nothing was written are deleted.
 
     Raises:
-        UsageError: the folder cannot be made or written to, or another process holds it.
+        UsageError: the folder cannot be made or written to, another process holds it, or one of FILES is a folder.
     """
     if not world.is_main:
         yield
         return
     new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
     create(folder)
+    for name in FILES:
+        check_output(folder / name)
     lock = FileLock(folder / LOCK)
     try:
         lock.acquire(timeout=0)
@@ -56,7 +60,8 @@ def locked(folder: Path, world: World) -> Iterator[None]:
         yield
     finally:
         if isinstance(lock, UnixFileLock):  # others remove their file themselves
-            (folder / LOCK).unlink(missing_ok=True)
+            with suppress(OSError):  # the disk has become read-only
+                (folder / LOCK).unlink(missing_ok=True)
         lock.release()
         with suppress(OSError):  # one of them holds something
             for path in new_folders:

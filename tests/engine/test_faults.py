@@ -427,6 +427,14 @@ def test_an_evaluation_that_fails_ends_a_run(data, tmp_path):
     )
 
 
+@pytest.mark.parametrize("name", ["model.md", "metrics.csv", "last.ckpt"])
+def test_a_folder_where_a_file_of_the_run_belongs(data, tmp_path, refusal, name):
+    (tmp_path / "run" / name).mkdir(parents=True)
+    error = refusal(arguments(data, tmp_path / "run"))
+    assert error == f"the output must be a file, and {tmp_path}/run/{name} is a folder"
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [name]
+
+
 # ---- run folders --------------------------------------------------------------------------------------------------
 
 

@@ -1,13 +1,16 @@
 """The kill matrix: a run killed anywhere and continued by the same command ends like an uninterrupted run."""
 
+import errno
 import json
 import os
 import signal
 from functools import partial
+from pathlib import Path
 
 import pytest
 import timm
 
+from ea_vision.base.errors import RunError
 from ea_vision.engine import checkpoint, run_folder
 from ea_vision.engine.train import Progress
 from tests.engine.runner import (
@@ -158,6 +161,15 @@ def test_a_second_run_that_is_refused_leaves_the_folder_of_one_that_has_only_jus
     with run_folder.locked(folder / "empty", CPU):
         pass
     assert not (folder / "empty").exists(), "its own empty folder a run takes away"
+
+
+def test_a_disk_that_becomes_read_only_does_not_hide_the_first_error(folder, monkeypatch):
+    def unlink(path, missing_ok=False):
+        raise OSError(errno.EROFS, "Read-only file system", path)
+
+    with refused("^cannot write$", RunError), run_folder.locked(folder, CPU):
+        monkeypatch.setattr(Path, "unlink", unlink)
+        raise RunError("cannot write")
 
 
 def test_kill_at_any_time_and_repeatedly(argv, folder, uninterrupted):
