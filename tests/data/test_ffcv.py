@@ -220,7 +220,8 @@ def test_broken_images_stop_the_writing_and_are_all_named(tmp_path, capsys):
 @pytest.mark.slow
 def test_a_failed_write_keeps_the_previous_file(photos, betons, tmp_path, monkeypatch, capsys):
     out = tmp_path / "train.beton"
-    shutil.copy(betons["raw"], out)
+    for source, copy in ((betons["raw"], out), (sidecar(betons["raw"]), sidecar(out))):
+        shutil.copy(source, copy)
 
     def full(*_):
         raise OSError(28, "disk full")
@@ -229,7 +230,7 @@ def test_a_failed_write_keeps_the_previous_file(photos, betons, tmp_path, monkey
         patch.setattr("ffcv.fields.RGBImageField.encode", full)
         assert write(photos, out) == 1
     assert "disk full" in capsys.readouterr().err
-    assert os.listdir(tmp_path) == ["train.beton"]
+    assert set(tmp_path.iterdir()) == {out, sidecar(out)}
     assert len(Beton(out)) == 40
     code = (
         "import sys, time; from ea_vision.__main__ import main; from ea_vision.data import write_ffcv; "
@@ -243,7 +244,7 @@ def test_a_failed_write_keeps_the_previous_file(photos, betons, tmp_path, monkey
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130
-    assert os.listdir(tmp_path) == ["train.beton"]
+    assert set(tmp_path.iterdir()) == {out, sidecar(out)}
     assert len(Beton(out)) == 40
 
 
