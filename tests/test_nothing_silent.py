@@ -1,15 +1,17 @@
 """Failing commands, one per row: one line names the fault, the exit code is not 0, no partly written file remains.
 
-Other faults of this kind are tested elsewhere: deploy in deployment/test_pairs.py, exported files and signals
+Other faults of this kind are tested elsewhere: deploy in deployment/test_deploy.py, exported files and signals
 in deployment/test_files.py, token_conv's start and statistics under checkpointing in models/test_across.py, tangents
 and memory of the kernels in ops/test_ops.py, threads in recorder/test_recording.py, unlike shards in
 engine/test_processes.py, odd parts of a batch in engine/test_recipes.py, a second TERM in slurm/test_slurm.py.
 """
 
 import json
+import signal
 
 import pytest
 import torch
+from torch.nn.modules.module import register_module_forward_hook
 
 from ea_vision.__main__ import main
 from ea_vision.zoo.loaded import load_model
@@ -17,7 +19,7 @@ from ea_vision.zoo.loaded import load_model
 MODEL = "ea_conv_transformer_cifar"
 
 
-@pytest.mark.parametrize(
+COMMANDS = pytest.mark.parametrize(
     "line",
     [
         f"predict {MODEL} digits#0 --json FILE.json",
@@ -30,6 +32,9 @@ MODEL = "ea_conv_transformer_cifar"
     ],
     ids=lambda line: line.split()[0],
 )
+
+
+@COMMANDS
 def test_a_full_disk(line, tmp_path, capsys):
     """Files are limited to 64 bytes, so that writes fail as on a full disk."""
     resource = pytest.importorskip("resource", reason="needs limits of Unix")
@@ -44,6 +49,18 @@ def test_a_full_disk(line, tmp_path, capsys):
     assert code == 1
     assert error.startswith(f"error: cannot write {tmp_path}")
     assert "File too large" in error
+    assert not any(path.is_file() for path in tmp_path.rglob("*"))
+
+
+@COMMANDS
+def test_ctrl_c_while_a_network_runs(line, tmp_path, capsys):
+    hook = register_module_forward_hook(lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        code = main(line.replace("FILE", f"{tmp_path}/out").split())
+    finally:
+        hook.remove()
+    assert code == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "error: interrupted"
     assert not any(path.is_file() for path in tmp_path.rglob("*"))
 
 
