@@ -1,7 +1,6 @@
 """A synthetic data set: rectangles of three colours on noise, with exact boxes, as folders and COCO JSON."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -12,7 +11,7 @@ from ea_vision.data.bad_images import BadImages
 CATEGORIES = [{"id": 3, "name": "red"}, {"id": 7, "name": "green"}, {"id": 90, "name": "blue"}]
 
 
-def make_boxes(out: Path, train: int = 1, val: int = 1, empty: int | None = None) -> None:
+def make_boxes(out, train=1, val=1, empty=None):
     """Write `out`/{train,val}/ and {train,val}.json. Each image of 64 pixels has a rectangle of 16 to 32 pixels per
     side in its left half, or one in each half. The image at place `empty` of each split has no annotation."""
     for split, count in (("train", train), ("val", val)):
@@ -41,7 +40,7 @@ def make_boxes(out: Path, train: int = 1, val: int = 1, empty: int | None = None
         )
 
 
-def box_loader(kind: type, source, transform, img_size: int = 32, **options):
+def box_loader(kind, source, transform, img_size=32, **options):
     """Return a loader, in batches of three, on a CPU."""
     return kind(
         source,

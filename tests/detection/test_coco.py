@@ -32,7 +32,7 @@ CONTENT = {  # two images; three categories whose ids have gaps and no order
 }
 
 
-def folder(root, content=CONTENT, images="val", file="val.json") -> CocoFolder:
+def folder(root, content=CONTENT, images="val", file="val.json"):
     for name, size in (("a.png", (30, 20)), ("deep/b.png", (16, 24))):
         path = root / images / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -77,7 +77,7 @@ def test_boxes_labels_and_an_image_without_boxes(tmp_path, places):
     assert [category["id"] for category in truth["categories"]] == data.category_ids
 
 
-def with_last(part: str, **values) -> dict:
+def with_last(part, **values):
     """Return the content with other values in the last entry of a part."""
     return {**CONTENT, part: [*CONTENT[part][:-1], CONTENT[part][-1] | values]}
 

@@ -26,7 +26,7 @@ def train(source, **options):
     return box_loader(BoxTrainLoader, source, train_transform, **options)
 
 
-def same(a, b) -> bool:
+def same(a, b):
     pairs = [(a.images, b.images), (a.ids, b.ids)]
     for x, y in zip(a.targets, b.targets, strict=True):
         pairs += [(x["boxes"], y["boxes"]), (x["labels"], y["labels"])]

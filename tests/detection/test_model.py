@@ -21,7 +21,7 @@ HIERA = {
 }
 
 
-def boxes(*corners) -> dict[str, torch.Tensor]:
+def boxes(*corners):
     return {
         "boxes": torch.tensor(corners, dtype=torch.float32).reshape(-1, 4),
         "labels": torch.arange(len(corners)),

@@ -12,7 +12,6 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 
 from ea_vision import __main__ as commands
 from ea_vision.detection.draw import draw_detections
-from ea_vision.detection.loaded import DetectorModel
 from ea_vision.detection.predict import detect
 from ea_vision.recorder.selection import parse_layers
 from ea_vision.visualize.figure_request import record
@@ -40,7 +39,7 @@ def run(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def model(run) -> DetectorModel:
+def model(run):
     return load_model(str(run))
 
 

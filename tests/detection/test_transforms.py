@@ -13,7 +13,7 @@ from ea_vision.detection.transforms import (
 )
 
 
-def picture(size: tuple[int, int], *boxes: tuple[int, int, int, int]):
+def picture(size, *boxes):
     """A blue image (H, W) with a red rectangle x1 y1 x2 y2, the first box, and its target."""
     image = torch.zeros(3, *size, dtype=torch.uint8)
     image[2] = 255
@@ -29,7 +29,7 @@ def picture(size: tuple[int, int], *boxes: tuple[int, int, int, int]):
     }
 
 
-def red_box(image: torch.Tensor) -> list[int]:
+def red_box(image):
     """Return x1 y1 x2 y2 around the red pixels; zeros if there are none."""
     red = (image[0] > 0.6) & (image[1] < 0.35) & (image[2] < 0.35)
     if not red.any():

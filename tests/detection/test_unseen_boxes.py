@@ -1,7 +1,6 @@
 """Boxes that are not visible in their image are counted, logged, and left out of training and of the metric."""
 
 import json
-from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -19,7 +18,7 @@ UNSEEN = [
 ]
 
 
-def folder(root: Path, boxes: list, file_name: str = "a.png") -> CocoFolder:
+def folder(root, boxes, file_name="a.png"):
     (root / "val").mkdir(exist_ok=True)
     Image.new("RGB", (40, 30)).save(root / "val" / "a.png")
     content = {

@@ -1,11 +1,9 @@
 """Small detectors, and a run folder of one with attention, for tests that need them."""
 
-from pathlib import Path
-
 import torch
 from torch import nn
 
-from ea_vision.detection.model import Detector, create_detector
+from ea_vision.detection.model import create_detector
 from ea_vision.engine import run_folder
 
 SIDE = 64
@@ -15,12 +13,12 @@ SMALL = {"num_classes": 3, "img_size": SIDE, "fpn_channels": 8, "head_convs": 1}
 ATTENTION = {**SMALL, "layers": [1, 1, 1, 1]}
 
 
-def small_detector(backbone: str = "aa_resnet34", **kwargs) -> Detector:
+def small_detector(backbone="aa_resnet34", **kwargs):
     small = ATTENTION if backbone.endswith("aa_resnet34") else SMALL
     return create_detector(backbone, **{**small, **kwargs})
 
 
-def tiny_run(folder: Path) -> None:
+def tiny_run(folder):
     """Write the files of a detection run that `load_model` reads. Its random weights give objects with different
     scores."""
     torch.manual_seed(0)

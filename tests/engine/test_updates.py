@@ -60,10 +60,16 @@ def trainer_of(folder, loader, device=CPU, **options):
     return trainer
 
 
-def make_update(trainer):
-    """Make the next update of an epoch."""
+@pytest.fixture
+def in_full(monkeypatch):
+    """Without autocast, which the meta device lacks and a CPU has in bfloat16 alone."""
+    monkeypatch.setattr(classification, "autocast", lambda amp, device: nullcontext())
+
+
+def make_update(trainer, batches=None):
+    """Make the next update of an epoch, of the next batches."""
     accum = trainer.config.grad_accum_steps
-    batches = trainer.train_loader.batches(0, trainer.progress.step * accum)
+    batches = batches or trainer.train_loader.batches(0, trainer.progress.step * accum)
     trainer._update([next(batches) for _ in range(accum)])
 
 
@@ -96,9 +102,8 @@ def overflow_once(trainer):
     assert not norm.isfinite()
 
 
-def test_an_overflow_in_float16_is_left_out_and_lowers_the_scale(tmp_path, monkeypatch):
+def test_an_overflow_in_float16_is_left_out_and_lowers_the_scale(tmp_path, in_full):
     """The gradient scaler handles it, so it is not a fault. Statistics of finite losses may change."""
-    monkeypatch.setattr(classification, "autocast", lambda amp, device: nullcontext())
     trainer = trainer_of(tmp_path, Loader(3), amp="float16")
     before = copy.deepcopy(dict(trainer.model.named_parameters()))
     overflow_once(trainer)
@@ -147,10 +152,9 @@ MIXED["channels_last"] = True
     ],
     ids=str,
 )
-def test_an_update_asks_nothing_of_the_device(tmp_path, monkeypatch, options):
+def test_an_update_asks_nothing_of_the_device(tmp_path, in_full, options):
     """On the meta device every call that would wait for the device (item, tolist, bool, cpu) is an error."""
     meta = torch.device("meta")
-    monkeypatch.setattr(classification, "autocast", lambda amp, device: nullcontext())
     pixels = torch.zeros(32, 3, 16, 16, dtype=torch.uint8)
     images = Images(pixels, torch.arange(32) % 3, list("x" * 32))
     statistics = {"mean": (0.5,) * 3, "std": (0.2,) * 3}
@@ -160,13 +164,12 @@ def test_an_update_asks_nothing_of_the_device(tmp_path, monkeypatch, options):
     )
     trainer = trainer_of(tmp_path, loader, meta, **options)
     batches = loader.batches(0)
-    accum = trainer.config.grad_accum_steps
-    # the optimiser and the loader make their tensors
-    trainer._update([next(batches) for _ in range(accum)])
+    updates = 4 // trainer.config.grad_accum_steps
+    make_update(trainer, batches)  # the optimiser and the loader make their tensors
     with NoCopies():
-        for _ in range(len(loader) // accum - 1):
-            trainer._update([next(batches) for _ in range(accum)])
-    assert trainer.progress.step == len(trainer.unchecked) == 4 // accum
+        for _ in range(updates - 1):
+            make_update(trainer, batches)
+    assert trainer.progress.step == len(trainer.unchecked) == updates
     with pytest.raises((RuntimeError, NotImplementedError)):  # as it would if it asked
         trainer.check()
 
@@ -197,9 +200,8 @@ def test_a_look_at_several_updates_names_the_first_bad_one_and_its_samples(tmp_p
     assert often.progress.loss_sum == seldom.progress.loss_sum, "however often it looks"
 
 
-def test_a_gradient_in_float16_that_no_scale_makes_finite_is_a_fault(tmp_path, monkeypatch):
+def test_a_gradient_in_float16_that_no_scale_makes_finite_is_a_fault(tmp_path, in_full):
     """The scaler skips overflows until its scale fits; it would skip a NaN gradient for ever."""
-    monkeypatch.setattr(classification, "autocast", lambda amp, device: nullcontext())
     trainer = trainer_of(tmp_path, Loader(40), amp="float16")
     trainer.last_good = tmp_path / checkpoint.LAST
     next(trainer.model.parameters()).register_hook(lambda grad: grad * math.nan)

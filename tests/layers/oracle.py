@@ -148,6 +148,11 @@ def convolved_pixels(conv, x):
     return torch.cat(parts, 1)
 
 
+def doubles(*shape):
+    """Draw a tensor of this shape in float64."""
+    return torch.randn(shape, dtype=torch.float64)
+
+
 def gradients(outputs, inputs):
     """Return the gradients of a fixed random projection of the outputs, so that every element counts differently."""
     generator = torch.Generator().manual_seed(1)

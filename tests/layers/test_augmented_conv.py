@@ -8,17 +8,14 @@ from torch.testing import assert_close
 from ea_vision.layers import AugmentedConv2d, Evolution, EvolvingAttention, PredictiveAttention
 from ea_vision.layers.projection import Projection
 from ea_vision.ops import use_implementation
-from tests.layers.oracle import assert_same, attention_branch, gradients
+from tests.layers.oracle import assert_same, attention_branch, doubles, gradients
 from tests.refused import refused
 
-D64 = torch.float64
+BRANCH = dict(dim_qk=4, dim_v=6, num_heads=2, feat_size=(3, 4))
 
 
-def make(in_channels=3, out_channels=10, stride=1, feat_size=(3, 4), num_heads=2, **kwargs):
-    kwargs = {"dim_qk": 4, "dim_v": 6, **kwargs}
-    layer = AugmentedConv2d(
-        in_channels, out_channels, 3, stride, num_heads=num_heads, feat_size=feat_size, **kwargs
-    )
+def make(stride=1, **options):
+    layer = AugmentedConv2d(3, 10, 3, stride, **{**BRANCH, **options})
     with torch.no_grad():
         for parameter in layer.parameters():  # biases too
             parameter.copy_(torch.randn_like(parameter) * 0.5)
@@ -58,7 +55,7 @@ ALONE = [  # attention in place of the whole convolution
 def test_output_and_gradients_equal_the_definition(size, options, position, fusion):
     layer = make(position=position, fusion=fusion, **options)
     assert layer.conv is not None
-    assert_defined(layer, torch.randn(2, 3, *size, dtype=D64))
+    assert_defined(layer, doubles(2, 3, *size))
 
 
 @pytest.mark.parametrize("size,options", ALONE)
@@ -66,16 +63,15 @@ def test_attention_alone_equals_the_definition(size, options):
     layer = make(**options)
     assert layer.conv is None
     assert not any(name.startswith("conv") for name in layer.state_dict())
-    assert_defined(layer, torch.randn(2, 3, *size, dtype=D64))
+    assert_defined(layer, doubles(2, 3, *size))
 
 
 @pytest.mark.parametrize("stride", [1, 2])
 def test_added_attention_stands_beside_a_grouped_convolution_that_it_keeps(stride):
     conv = torch.nn.Conv2d(4, 10, 3, stride, padding=2, dilation=2, groups=2, bias=False)
     before = conv.weight.clone()
-    size = (4, 5) if stride == 1 else (2, 3)
-    options = dict(dim_qk=4, dim_v=6, num_heads=2, feat_size=size, fusion="add", conv=conv)
-    layer = AugmentedConv2d(4, 10, 3, stride, **options)
+    options = {**BRANCH, "feat_size": (4, 5) if stride == 1 else (2, 3)}
+    layer = AugmentedConv2d(4, 10, 3, stride, **options, fusion="add", conv=conv)
     x = torch.randn(2, 4, 4, 5)
     assert layer.conv is conv
     assert torch.equal(conv.weight, before)
@@ -86,7 +82,7 @@ def test_added_attention_stands_beside_a_grouped_convolution_that_it_keeps(strid
 
 
 def test_added_attention_learns_its_projection_first_and_then_the_rest():
-    layer = AugmentedConv2d(3, 10, dim_qk=4, dim_v=6, num_heads=2, feat_size=(3, 4), fusion="add")
+    layer = AugmentedConv2d(3, 10, **BRANCH, fusion="add")
     x = torch.randn(2, 3, 3, 4)
 
     def moving():
@@ -108,11 +104,10 @@ NORM = {"dim_qk": 6, "qk_norm": True}
 @pytest.mark.parametrize("gates", [(0.5, 1.0, 3), (0.7, 0.3, 1), (0.3, 0.6, 5), (0.0, 0.0, 3)])
 @pytest.mark.parametrize("fusion", ["concat", "add"])
 def test_evolving_and_normalised_layers_equal_the_definition(fusion, gates, options):
-    x = torch.randn(2, 3, 3, 4, dtype=D64)
+    x = doubles(2, 3, 3, 4)
     assert_defined(make(fusion=fusion, **options), x)
     layer = make(evolution=EvolvingAttention(2, *gates), fusion=fusion, **options)
-    prev = torch.randn(2, 2, 12, 12, dtype=D64)
-    assert_defined(layer, x, prev)
+    assert_defined(layer, x, doubles(2, 2, 12, 12))
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
@@ -145,8 +140,7 @@ def test_queries_and_keys_are_normalised_however_large_the_projection_grows():
 
 def test_the_norm_is_off_by_default_and_its_gain_begins_at_1():
     plain = make()
-    options = dict(dim_qk=4, dim_v=6, num_heads=2, feat_size=(3, 4))
-    normed = AugmentedConv2d(3, 10, **options, qk_norm=True)
+    normed = AugmentedConv2d(3, 10, **BRANCH, qk_norm=True)
     assert normed.load_state_dict(plain.state_dict(), strict=False).missing_keys == ["qk_gain"]
     assert torch.equal(normed.qk_gain, torch.ones(2))
 
@@ -154,21 +148,19 @@ def test_the_norm_is_off_by_default_and_its_gain_begins_at_1():
 @pytest.mark.parametrize("num_layers", [0, 1, 2, 3])
 def test_predicting_layer_equals_the_definition(num_layers):
     layer = make(evolution=PredictiveAttention(2, 0.3, num_layers))
-    x = torch.randn(2, 3, 3, 4, dtype=D64)
-    prev = torch.randn(2, 2, 12, 12, dtype=D64)
-    assert_defined(layer, x, prev)
+    assert_defined(layer, doubles(2, 3, 3, 4), doubles(2, 2, 12, 12))
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (6, 7), (2, 9), (1, 1)])
 def test_other_sizes_run_and_tables_fit(shape):
     layer = make(feat_size=(4, 5))
-    y, logits = layer(torch.randn(1, 3, *shape, dtype=D64))
+    y, logits = layer(doubles(1, 3, *shape))
     pixels = shape[0] * shape[1]
     assert y.shape == (1, 10, *shape)
     assert logits.shape == (1, 2, pixels, pixels)
     resized = make(feat_size=shape)
     resized.load_state_dict(layer.state_dict())  # fits the tables for good
-    x = torch.randn(1, 3, *shape, dtype=D64)
+    x = doubles(1, 3, *shape)
     assert_close(layer(x), resized(x))
     layer.set_feat_size(shape)
     assert_close(layer(x), resized(x))
@@ -176,12 +168,12 @@ def test_other_sizes_run_and_tables_fit(shape):
 
 def test_missing_or_wrong_prev_logits_is_an_error():
     layer = make(evolution=EvolvingAttention(2))
-    x = torch.randn(2, 3, 3, 4, dtype=D64)
+    x = doubles(2, 3, 3, 4)
     with refused(r"\[2, 2, 12, 12\] required, got None", ValueError):
         layer(x)
     for wrong in ((2, 2, 12, 11), (1, 2, 12, 12), (2, 1, 12, 12)):
         with refused(r"\[2, 2, 12, 12\] required, got", ValueError):
-            layer(x, torch.zeros(wrong, dtype=D64))
+            layer(x, torch.zeros(wrong).double())
 
 
 @pytest.mark.parametrize(
@@ -223,8 +215,8 @@ def test_bad_arguments_are_named(wrong, message):
 
 def test_channels_last_in_gives_channels_last_out():
     layer = make(feat_size=(5, 6), evolution=EvolvingAttention(2))
-    x = torch.randn(2, 3, 5, 6, dtype=D64)
-    prev = torch.randn(2, 2, 30, 30, dtype=D64)
+    x = doubles(2, 3, 5, 6)
+    prev = doubles(2, 2, 30, 30)
     plain, _ = layer(x, prev)
     layer = layer.to(memory_format=torch.channels_last)
     last, _ = layer(x.to(memory_format=torch.channels_last), prev)
@@ -258,7 +250,7 @@ def test_autocast_keeps_the_softmax_in_float32():
 
 def test_attention_dropout_acts_in_training_only():
     layer = make(attn_drop=0.5, conv_drop=0.5)
-    x = torch.randn(1, 3, 3, 4, dtype=D64)
+    x = doubles(1, 3, 3, 4)
     assert not torch.equal(layer(x)[0], layer(x)[0])
     layer.eval()
     assert torch.equal(layer(x)[0], layer(x)[0])
@@ -275,9 +267,8 @@ class MixedHeads(Evolution):
 
 def test_maps_that_are_mixed_after_the_softmax_weigh_the_values():
     layer = make(evolution=MixedHeads())
-    x = torch.randn(2, 3, 3, 4, dtype=D64)
-    prev = torch.randn(2, 2, 12, 12, dtype=D64)
-    y, logits = layer(x, prev)
+    x = doubles(2, 3, 3, 4)
+    y, logits = layer(x, doubles(2, 2, 12, 12))
     q, k, v, size = layer.heads_of(layer.qkv(layer.branch_input(x)))
     assert_close(logits, layer.logits_of(q, k, size))
     attn = logits.softmax(-1).mean(1, keepdim=True)

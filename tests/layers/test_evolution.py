@@ -12,7 +12,7 @@ from ea_vision.layers import AugmentedConv2d, EvolvingAttention, create_evolutio
 from ea_vision.layers.handing_on import Handed
 from ea_vision.models.any_transformer import EvolvingVitAttention, by_heads
 from ea_vision.ops import evolving_attention, use_implementation
-from tests.layers.oracle import assert_same, evolved_maps
+from tests.layers.oracle import assert_same, doubles, evolved_maps
 from tests.refused import refused
 
 
@@ -24,9 +24,9 @@ def test_learnable_gates_satisfy_the_equations_and_have_their_gradients(kind, le
     with torch.no_grad():
         for place, gate in enumerate(module.gates().values()):
             gate.copy_(values.roll(place) if learnable == "per_head" else values[place])
-    q, k = torch.randn(2, 2, 3, 7, 4, dtype=torch.float64)
+    q, k = doubles(2, 2, 3, 7, 4)
     logits = q @ k.mT / 2
-    prev = torch.randn(2, 3, 7, 7, dtype=torch.float64)
+    prev = doubles(2, 3, 7, 7)
     expected = evolved_maps(module, logits, prev)
     parameters = list(module.parameters())
     assert_same(module(logits, prev), expected, parameters)
@@ -80,11 +80,23 @@ class TokenLayer(EvolvingVitAttention):
         return self.finish(out.flatten(2), x), handed.logits
 
 
-def layer_and_input(evolution, over_tokens):
+def layer_and_inputs(evolution, over_tokens=False):
+    """Return a layer over the tokens or the pixels of a 4x3 map, and what it is called with."""
+    prev = torch.randn(2, 2, 12, 12, requires_grad=True)
     if over_tokens:
-        return TokenLayer(evolution), torch.randn(2, 12, 16)
+        return TokenLayer(evolution), [torch.randn(2, 12, 16, requires_grad=True), prev, (4, 3)]
     sizes = dict(dim_qk=8, dim_v=4, num_heads=2, feat_size=(4, 3))
-    return AugmentedConv2d(16, 8, **sizes, evolution=evolution), torch.randn(2, 16, 4, 3)
+    layer = AugmentedConv2d(16, 8, **sizes, evolution=evolution)
+    return layer, [torch.randn(2, 16, 4, 3, requires_grad=True), prev]
+
+
+@torch.no_grad()
+def as_reference(layer, args):
+    """Return the output, which must be the reference's to the bit."""
+    output = layer(*args)
+    with use_implementation("reference"):
+        assert_close(layer(*args), output, rtol=0, atol=0)
+    return output
 
 
 def parametrised():
@@ -105,20 +117,14 @@ def parametrised():
 )
 def test_a_forced_implementation_never_gives_way_to_modules(how, reason, over_tokens, caplog):
     """Without a forced implementation the modules run, as in the reference, and the log gives the reason."""
-    torch.manual_seed(0)
     evolution = parametrised() if how == "parametrised" else create_evolution(how, 2)
-    layer, x = layer_and_input(evolution, over_tokens)
-    args = [x, torch.randn(2, 2, 12, 12)]
-    if over_tokens:
-        args.append((4, 3))
+    layer, args = layer_and_inputs(evolution, over_tokens)
     for name in ("cpu", "triton", "sdpa"):
         with use_implementation(name), pytest.raises(ValueError) as error:
             layer(*args)
         assert str(error.value) == f"implementation {name!r} cannot run this: {reason}"
-    with caplog.at_level(logging.INFO), torch.no_grad():
-        output = layer(*args)
-        with use_implementation("reference"):
-            assert_close(layer(*args), output, rtol=0, atol=0)
+    with caplog.at_level(logging.INFO):
+        output = as_reference(layer, args)
     assert f"evolving attention by 'reference': {reason}" in caplog.messages
     layer.attn_drop.register_forward_hook(lambda *_: None)  # asks for the modules themselves
     with torch.no_grad(), use_implementation("cpu"):
@@ -139,14 +145,8 @@ OTHER_CONVOLUTIONS = (
 def test_another_convolution_in_place_of_ours_runs_as_itself(kind, options, over_tokens):
     evolution = create_evolution(kind, 2)
     evolution.convs[0] = nn.Conv2d(2, 2, 3, **options)
-    layer, x = layer_and_input(evolution, over_tokens)
-    args = [x, torch.randn(2, 2, 12, 12)]
-    if over_tokens:
-        args.append((4, 3))
-    with torch.no_grad():
-        output = layer(*args)
-        with use_implementation("reference"):
-            assert_close(layer(*args), output, rtol=0, atol=0)
+    layer, args = layer_and_inputs(evolution, over_tokens)
+    as_reference(layer, args)
     with use_implementation("cpu"), refused("a Conv2d with a bias and zero", ValueError):
         layer(*args)
     assert fold_evolution(evolution, 2) is None
@@ -157,8 +157,7 @@ def test_a_map_convolution_with_its_own_forward_or_backward_hook_runs_as_itself(
     """Kernels read its weight alone; tools that offload weights replace the forward of an object."""
     evolution = create_evolution(kind, 2)
     conv = evolution.convs[0]
-    layer, x = layer_and_input(evolution, over_tokens=False)
-    args = [x, torch.randn(2, 2, 12, 12).requires_grad_()]
+    layer, args = layer_and_inputs(evolution)
     seen = []
     hook = conv.register_full_backward_hook(lambda module, *gradients: seen.append(module))
     layer(*args)[0].sum().backward()
@@ -185,11 +184,10 @@ def test_a_map_convolution_with_its_own_forward_or_backward_hook_runs_as_itself(
 )
 @pytest.mark.parametrize("over_tokens", [False, True])
 def test_residual_runs_on_the_kernels(options, over_tokens):
-    layer, x = layer_and_input(create_evolution("residual", 2, **options), over_tokens)
-    prev = torch.randn(2, 2, 12, 12, requires_grad=True)
-    x.requires_grad_()
+    layer, args = layer_and_inputs(create_evolution("residual", 2, **options), over_tokens)
     with use_implementation("cpu"):
-        actual = layer(x, prev)
+        actual = layer(*args)
     with use_implementation("reference"):
-        expected = layer(x, prev)
-    assert_same(actual, expected, [x, prev, *layer.parameters()], atol=1e-4, rtol=1e-4)
+        expected = layer(*args)
+    inputs = [*args[:2], *layer.parameters()]
+    assert_same(actual, expected, inputs, atol=1e-4, rtol=1e-4)

@@ -9,8 +9,8 @@ from timm.layers import build_sincos2d_pos_embed
 from torch.testing import assert_close
 
 from ea_vision.layers import AugmentedConv2d, add_sine, append_coordinates
+from tests.layers.oracle import doubles
 
-D64 = torch.float64
 SIZES = [(3, 5), (6, 2), (1, 4), (1, 1)]
 
 
@@ -26,7 +26,7 @@ def centred(index, size):
 
 def loop_coordinates(H, W):
     """Return CoordConv's channels by a loop over pixels, (3, H, W)."""
-    table = torch.zeros(3, H, W, dtype=D64)
+    table = torch.zeros(3, H, W, dtype=torch.float64)
     for y, x in itertools.product(range(H), range(W)):
         down = centred(y, H)
         right = centred(x, W)
@@ -45,7 +45,7 @@ def placed(x, position):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_they_equal_timms_and_the_loop(size):
-    x = torch.randn(2, 8, *size, dtype=D64)
+    x = doubles(2, 8, *size)
     assert_close(add_sine(x), placed(x, "sine"), atol=1e-6, rtol=1e-6)
     assert_close(append_coordinates(x), placed(x, "coord"))
 
@@ -64,7 +64,7 @@ def test_the_branch_reads_them_at_the_maps_size(position, size, options):
     assert not layer.relative
     assert layer.height_rel is None
     plain.load_state_dict({**layer.state_dict(), "conv.weight": plain.conv.weight})
-    x = torch.randn(2, 4, *size, dtype=D64)
+    x = doubles(2, 4, *size)
     pooled = x
     for _ in range(layer.num_pools):
         pooled = torch.nn.functional.avg_pool2d(pooled, 3, 2, 1, count_include_pad=False)

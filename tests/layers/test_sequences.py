@@ -7,9 +7,8 @@ from torch.testing import assert_close
 
 from ea_vision.layers import EvolvingAttention, PredictiveAttention
 from ea_vision.ops.reference import attention_of, mask_logits
+from tests.layers.oracle import doubles
 from tests.refused import refused
-
-D64 = torch.float64
 
 
 def evolution(causal, kernel_size=3, beta=0.6, **options):
@@ -28,7 +27,7 @@ def masked_attention(module, logits):
 
 def attends_to(module, queries, keys):
     """Return whether the probabilities of row i depend on the logit (r, c), (queries, queries, keys)."""
-    logits = 0.1 * torch.randn(1, 2, queries, keys, dtype=D64)
+    logits = 0.1 * doubles(1, 2, queries, keys)
 
     def rows(logits):
         squares = masked_attention(module, logits).square()
@@ -73,7 +72,7 @@ def test_across_a_decoder_and_its_source_every_key_is_read_and_no_later_row(kern
 def test_a_sequence_shorter_than_the_kernel_reads_nothing_later(causal, N):
     """Zeros are padded before the sequence, and the convolution's result is zero."""
     module = evolution(causal, kernel_size=5)
-    logits = torch.randn(1, 2, N, N, dtype=D64)
+    logits = doubles(1, 2, N, N)
     seen = logits.tril() if causal == "self" else logits
     assert_close(module(logits), 0.4 * seen)
 
@@ -85,7 +84,7 @@ def test_a_decoder_entry_reads_six_eight_or_nine_entries(row, column, count):
     """Rows i-2..i and columns j-2..j, without columns after the row: 6 entries on the diagonal, as in the paper."""
     module = evolution("self", beta=1.0)
     nn.init.constant_(module.convs[0].weight, 0.1)
-    logits = torch.rand(1, 2, 8, 8, dtype=D64)
+    logits = torch.rand(1, 2, 8, 8).double()
     jacobian = torch.autograd.functional.jacobian(module, logits)
     read = jacobian[0, 0, row, column, 0, 0] != 0
     assert read.sum() == count
@@ -101,7 +100,7 @@ def test_a_decoder_entry_reads_six_eight_or_nine_entries(row, column, count):
 def test_step_by_step_equals_at_once(causal):
     """A step with the two previous rows of logits is a map of three rows."""
     module = evolution(causal)
-    logits = torch.randn(2, 2, 8, 8, dtype=D64)
+    logits = doubles(2, 2, 8, 8)
     whole = masked_attention(module, logits)
     for i in range(8):
         keys = i + 1 if causal == "self" else 8
@@ -126,7 +125,7 @@ def test_a_padded_sequence_is_the_sequence_without_padding(kind, left, right, ke
     end = left + 6
     length = end + right
     inside = slice(left, end)
-    logits, prev_logits = 5 * torch.randn(2, 1, 2, length, length, dtype=D64)
+    logits, prev_logits = 5 * doubles(2, 1, 2, length, length)
     padding = torch.ones(1, length, dtype=torch.bool)
     padding[:, inside] = False
 

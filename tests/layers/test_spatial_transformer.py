@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 
 from ea_vision.layers import SpatialTransformer, quadrilateral, sample_affine
+from tests.layers.oracle import doubles
 from tests.refused import refused
 
-D64 = torch.float64
 STAYS = ((1, 0, 0), (0, 1, 0))
 CROPS = ((0.5, 0, 0.25), (0, 1 / 3, -1 / 3))
 SHIFTS = ((1, 0, 2 * 3 / 8), (0, 1, -2 * 2 / 6))  # by 3 columns and -2 rows; zeros come in
@@ -17,11 +17,11 @@ MIRRORS = ((-1, 0, 0), (0, 1, 0))
 
 
 def theta(*rows):
-    return torch.tensor([rows], dtype=D64)
+    return torch.tensor([rows], dtype=torch.float64)
 
 
 def test_it_samples_where_theta_points():
-    image = torch.randn(1, 2, 6, 8, dtype=D64)
+    image = doubles(1, 2, 6, 8)
     for rows, expected in (
         (STAYS, image),
         (CROPS, image[:, :, 1:3, 3:7]),

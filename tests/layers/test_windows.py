@@ -9,12 +9,10 @@ from ea_vision import ops
 from ea_vision.layers import AugmentedConv2d, EvolvingAttention
 from ea_vision.ops import evolving_attention
 from ea_vision.recorder.recording import recordable_layers
-from tests.layers.oracle import assert_same, offsets, own_logits
-from tests.models.zoo import layers_of
+from tests.layers.oracle import assert_same, doubles, offsets, own_logits
+from tests.models.zoo import layers_of, on_meta
 from tests.recorder.networks import recorded
 from tests.refused import refused
-
-D64 = torch.float64
 
 
 def within(size, window):
@@ -50,7 +48,7 @@ def problem(size, window, dim_qk=3, dim_v=2, relative=True):
     if relative:
         for side, most in zip(size, window or (99, 99), strict=True):
             shapes.append((min(most, 2 * side - 1), dim_qk))
-    return [torch.randn(shape, dtype=D64, requires_grad=True) for shape in shapes]
+    return [doubles(*shape).requires_grad_() for shape in shapes]
 
 
 @pytest.mark.parametrize(
@@ -81,7 +79,7 @@ def test_windows_are_their_definition_with_their_gradients(
 
 def test_what_an_implementation_cannot_do_is_named():
     tensors = [t.detach() for t in problem((4, 5), (3, 3))]
-    prev = torch.zeros(2, 4, 20, 20, dtype=D64)
+    prev = torch.zeros(2, 4, 20, 20).double()
     form = {"feat_size": (4, 5), "window": 3, "need_logits": False}
     for by, reason, options in (
         ("sdpa", "it does not return logits", {"window": None, "need_logits": True}),
@@ -99,7 +97,7 @@ def test_a_gpus_order_ends_at_the_reference_and_the_log_says_so(monkeypatch, cap
     monkeypatch.setattr(ops, "ON_CPU", ops.ON_ACCELERATORS)
     layer = make(window=3, head_window=3)
     with caplog.at_level("INFO"):
-        layer(torch.randn(2, 4, 5, 6, dtype=D64))
+        layer(doubles(2, 4, 5, 6))
     assert caplog.messages == [
         "evolving attention on cpu in torch.float64 by 'reference'; not sdpa: it has no windows; not triton: it has no "
         "windows"
@@ -134,7 +132,7 @@ def test_every_row_of_a_table_has_a_gradient_and_tables_fit_other_maps():
     layer = make(window=(3, 15))
     assert layer.height_rel.shape == (3, 2)
     assert layer.width_rel.shape == (11, 2)  # no more than occur
-    y, _ = layer(torch.randn(1, 4, 5, 6, dtype=D64))
+    y, _ = layer(doubles(1, 4, 5, 6))
     y.square().sum().backward()
     assert layer.height_rel.grad.all()
     assert layer.width_rel.grad.all()
@@ -144,7 +142,7 @@ def test_every_row_of_a_table_has_a_gradient_and_tables_fit_other_maps():
     assert torch.equal(layer.height_rel, whole.height_rel[3:6])
     assert torch.equal(layer.width_rel, whole.width_rel)
     large.load_state_dict(layer.state_dict())
-    x = torch.randn(1, 4, 9, 9, dtype=D64)
+    x = doubles(1, 4, 9, 9)
     assert_close(layer(x), large(x))
     layer.set_feat_size((9, 9))
     assert_close(layer(x), large(x))
@@ -153,7 +151,7 @@ def test_every_row_of_a_table_has_a_gradient_and_tables_fit_other_maps():
 def test_maps_evolve_whole_and_the_window_comes_after():
     first = make(window=3)
     second = make(window=3, evolution=EvolvingAttention(4, 0.3, 0.6))
-    x = torch.randn(2, 4, 5, 6, dtype=D64)
+    x = doubles(2, 4, 5, 6)
     _, logits = first(x, need_logits=True)
     assert logits.isfinite().all()
     assert logits.shape == (2, 4, 30, 30)
@@ -200,13 +198,12 @@ def test_recorded_maps_are_windowed_and_recording_changes_nothing(options):
 def test_the_elements_of_a_map_are_those_that_are_seen(options):
     layer = make(**options)
     seen = attention_seen(layer)
-    layer(torch.randn(1, 4, 5, 6, dtype=D64))
+    layer(doubles(1, 4, 5, 6))
     assert layer.map_elements((5, 6)) == (seen[0] > 0).sum()
 
 
 def test_names_of_csan():
-    with torch.device("meta"):
-        model = timm.create_model("csan_resnet50")
+    model = on_meta("csan_resnet50")
     windows = {(layer.feat_size, layer.window, layer.head_window) for layer in layers_of(model)}
     assert windows == {((28, 28), (7, 7), 3), ((14, 14), (7, 7), 3), ((7, 7), None, 1)}
     small = layers_of(timm.create_model("csan_conv_transformer_cifar"))
@@ -217,9 +214,7 @@ def test_names_of_csan():
 
 
 def test_stand_alone_self_attention_is_a_configuration():
-    with torch.device("meta"):
-        whole = dict(qk_ratio=1.0, v_ratio=1.0)
-        model = timm.create_model("aa_resnet50", **whole, window=7, map_reduction=8)
+    model = on_meta("aa_resnet50", qk_ratio=1.0, v_ratio=1.0, window=7, map_reduction=8)
     layers = {(layer.conv, layer.window, layer.num_pools) for layer in layers_of(model)}
     assert layers == {(None, (7, 7), 0), (None, (7, 7), 1)}
     count = sum(p.numel() for p in model.parameters())

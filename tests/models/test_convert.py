@@ -17,7 +17,7 @@ from ea_vision.models import get_network, list_networks
 from ea_vision.zoo.create import create_classifier
 from ea_vision.zoo.loaded import load_model
 from ea_vision.zoo.weights_file import encode_weights
-from tests.models.zoo import OUTLINES
+from tests.models.zoo import OUTLINES, on_meta
 from tests.refused import refused
 
 
@@ -129,8 +129,7 @@ def test_every_listed_name_creates_with_pretrained_weights(full, monkeypatch):
         monkeypatch.setattr(builder, function, download)
     for function in ("load_custom_from_hf", "load_custom_pretrained"):
         monkeypatch.setattr(builder, function, lambda model, *_, **__: download())
-    with torch.device("meta"):
-        model = timm.create_model(full, pretrained=True)
+    model = on_meta(full, pretrained=True)
     assert bool(cfg.file) != bool(downloads)
     assert model.pretrained_cfg["tag"] == cfg.tag
 

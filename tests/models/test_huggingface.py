@@ -4,6 +4,7 @@ import copy
 import json
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import product
 from unittest import mock
 
 import pytest
@@ -31,6 +32,8 @@ from tests.test_docs import blocks
 SMALL = dict(hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=32)
 VISION = dict(SMALL, image_size=32, patch_size=8)
 TEXT = dict(SMALL, vocab_size=50, max_position_embeddings=40)
+LLAMA = dict(TEXT, num_key_value_heads=2)
+TOWER = dict(TEXT, bos_token_id=0, eos_token_id=2)
 SEQ2SEQ = dict(
     vocab_size=50,
     d_model=32,
@@ -66,7 +69,7 @@ ARCHITECTURES = {  # (class, options of its configuration)
     "distilbert": ("DistilBertModel", DISTILBERT),
     "t5 encoder": ("T5EncoderModel", T5),
     "clip text": ("CLIPTextModel", TEXT),
-    "llama": ("LlamaModel", dict(TEXT, num_key_value_heads=2)),
+    "llama": ("LlamaModel", LLAMA),
     "gpt neox": ("GPTNeoXModel", TEXT),
     "gpt2": ("GPT2Model", GPT2),
     "bart": ("BartModel", SEQ2SEQ),
@@ -74,6 +77,8 @@ ARCHITECTURES = {  # (class, options of its configuration)
 }
 DECODERS = ("clip text", "llama", "gpt neox", "gpt2", "bart", "t5")
 CAUSAL = {"ea", "residual", "talking_heads", "xsa", "gated"}
+NEAR = {"rtol": 0, "atol": 1e-5}
+EXACT = {"rtol": 0, "atol": 1e-10}
 every = pytest.mark.parametrize("name", ARCHITECTURES)
 
 
@@ -86,6 +91,13 @@ def create(name, **options):
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     return model
+
+
+def model_of(family, **options):
+    """A network of this family with weights as they are drawn."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**options)
+    return getattr(transformers, f"{family}Model")(config).eval()
 
 
 def inputs_of(name, dtype=torch.float32):
@@ -148,7 +160,7 @@ def test_layers_without_an_evolution_keep_the_scale_of_their_model():
         if hasattr(module, "scaling"):
             module.scaling = 0.9
     evolved = evolve(model, None, value_residual=True)
-    assert_close(output(evolved, "vit"), output(model, "vit"), rtol=0, atol=1e-5)
+    assert_close(output(evolved, "vit"), output(model, "vit"), **NEAR)
 
 
 @every
@@ -188,21 +200,30 @@ FAULTS = {  # status of weights, with what is changed in the folder
 @pytest.mark.parametrize("status", FAULTS)
 def test_weights_that_are_not_the_evolution_s_are_refused_by_name(status, tmp_path):
     """transformers would leave memory as it is in missing ones, and leave out unexpected ones."""
-    lively(evolve(create("bert"))).save_pretrained(tmp_path)
+    evolving("bert").save_pretrained(tmp_path)
     FAULTS[status](tmp_path)
     with refused(rf"{status}, the first of them encoder\.layer\.\d\..*maps"):
         ea_vision.from_pretrained(tmp_path, ignore_mismatched_sizes=True)
 
 
-def test_loading_info_is_given_where_it_is_wanted(tmp_path):
-    evolve(create("bert")).save_pretrained(tmp_path)
-    loaded, info = ea_vision.from_pretrained(tmp_path, output_loading_info=True)
-    assert isinstance(loaded, transformers.BertModel)
+def test_a_folder_is_read_with_the_keywords_of_transformers(tmp_path):
+    """Also where the plain model's attention is not installed."""
+    model = evolve(create("vit"))
+    folder = tmp_path / "inner"
+    model.save_pretrained(folder)
+    attention = {"attn_implementation": "flash_attention_2"}
+    edited(folder, lambda config: config["ea_vision"].update(attention))
+    loaded, info = ea_vision.from_pretrained(
+        tmp_path, subfolder="inner", dtype=torch.float64, output_loading_info=True
+    )
     assert not any(info.values())
+    assert loaded.dtype == torch.float64
+    assert loaded.config.ea_vision.items() >= attention.items()
+    assert_close(output(loaded.eval(), "vit"), output(model.double(), "vit"))
 
 
 def test_transformers_initialises_no_mechanism_anew():
-    model = lively(evolve(create("vit")))
+    model = evolving("vit")
     before = copy.deepcopy(model.state_dict())
     model._is_hf_initialized = False
     model.init_weights()
@@ -229,13 +250,10 @@ def test_an_evolved_folder_is_not_read_as_the_plain_model(name, way, tmp_path):
     model = lively(evolve(plain))
     model.save_pretrained(tmp_path)
     class_name = type(plain).__name__
-    with pytest.raises(
-        ValueError, match=r"ea_vision\.from_pretrained"
-    ):  # in transformers' own lines
-        plain_loaders(tmp_path, class_name)[way]()
-    with pytest.raises(ValueError, match=r"ea_vision\.from_pretrained"):
-        how = {} if way == "pipeline" else {"attn_implementation": "eager"}
-        plain_loaders(tmp_path, class_name, **how)[way]()
+    for how in ({}, {} if way == "pipeline" else {"attn_implementation": "eager"}):
+        load = plain_loaders(tmp_path, class_name, **how)[way]
+        with pytest.raises(ValueError, match=r"ea_vision\.from_pretrained"):  # in lines of theirs
+            load()
     unevolve(evolve(plain)).save_pretrained(tmp_path / "plain")
     if way != "pipeline":
         plain_loaders(tmp_path / "plain", class_name)[way]()
@@ -251,9 +269,7 @@ def test_an_evolved_folder_is_not_read_as_the_plain_model(name, way, tmp_path):
 
 
 def test_a_tower_of_an_evolved_folder_is_not_read_as_the_plain_tower(tmp_path):
-    text = dict(TEXT, bos_token_id=0, eos_token_id=2)
-    config = transformers.CLIPConfig(text_config=text, vision_config=VISION)
-    evolve(transformers.CLIPModel(config)).save_pretrained(tmp_path)
+    evolve(model_of("CLIP", text_config=TOWER, vision_config=VISION)).save_pretrained(tmp_path)
     for tower in (transformers.CLIPVisionModel, transformers.CLIPTextModel):
         for how in ({}, {"attn_implementation": "eager"}):
             with refused(r"ea_vision\.from_pretrained", ValueError):
@@ -263,8 +279,7 @@ def test_a_tower_of_an_evolved_folder_is_not_read_as_the_plain_tower(tmp_path):
 
 def test_a_plain_model_with_an_evolved_part_is_refused(tmp_path):
     """Its config.json is a plain model's, its weights are not."""
-    text = dict(TEXT, vocab_size=50)
-    model = transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=VISION))
+    model = model_of("CLIP", text_config=TEXT, vision_config=VISION)
     model.save_pretrained(tmp_path / "plain")
     assert type(ea_vision.load(tmp_path / "plain")) is transformers.CLIPModel
     model.vision_model = evolve(model.vision_model)
@@ -344,6 +359,10 @@ class OwnLoop:
         return (weights @ value).transpose(1, 2), None
 
 
+def evolving(name, kind="ea", **options):
+    return lively(evolve(create(name), kind, **options))
+
+
 def lively(model):
     """Give every parameter of the mechanisms a value that matters."""
     torch.manual_seed(2)
@@ -376,7 +395,7 @@ def test_agrees_with_a_loop_over_unfused_attention(name):
     plain.set_attn_implementation("own_loop")
     ours = evolved(**inputs).last_hidden_state
     theirs = plain(**inputs).last_hidden_state
-    assert_close(ours[real], theirs[real], rtol=0, atol=1e-10)
+    assert_close(ours[real], theirs[real], **EXACT)
 
 
 class TalkingLoop:
@@ -400,6 +419,14 @@ class TalkingLoop:
         return (attn.masked_fill(later, 0) @ values).transpose(1, 2), None
 
 
+def in_parts(model, ids, cache):
+    """Return the outputs for some tokens after the others, whose keys are in the cache."""
+    parts = []
+    for part in ids.split([4, 1, 1, 3], dim=1):
+        parts.append(model(part, past_key_values=cache, use_cache=True)[0])
+    return torch.cat(parts, dim=1)
+
+
 @torch.no_grad()
 def test_a_decoder_agrees_with_a_loop_with_and_without_a_cache():
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -410,13 +437,8 @@ def test_a_decoder_agrees_with_a_loop_with_and_without_a_cache():
     plain.set_attn_implementation("talking_loop")
     ids = inputs_of("llama")["input_ids"]
     expected = plain(ids).last_hidden_state
-    assert_close(evolved(ids).last_hidden_state, expected, rtol=0, atol=1e-10)
-    cache = transformers.DynamicCache()
-    parts = []
-    for part in ids.split([4, 1, 1, 3], dim=1):
-        step = evolved(part, past_key_values=cache, use_cache=True)
-        parts.append(step.last_hidden_state)
-    assert_close(torch.cat(parts, dim=1), expected, rtol=0, atol=1e-10)
+    assert_close(evolved(ids).last_hidden_state, expected, **EXACT)
+    assert_close(in_parts(evolved, ids, transformers.DynamicCache()), expected, **EXACT)
 
 
 # ---- padding, caches, checkpointing, threads, compilation ------------------------------------------------------------
@@ -434,7 +456,7 @@ def test_results_do_not_depend_on_the_amount_of_padding(name, kind):
     name = name.split(",")[0]
     if kind not in kinds_of(name):
         pytest.skip(f"{kind} has no causal form")
-    model = lively(evolve(create(name).double(), kind, value_residual=True))
+    model = evolving(name, kind, value_residual=True).double()
     sentence = torch.randint(3, 50, (1, 6))
     expected = None
     for left, right in [(0, 0), (0, 2), (0, 7), (1, 0), (5, 0), (3, 4)]:
@@ -458,7 +480,7 @@ def test_results_do_not_depend_on_the_amount_of_padding(name, kind):
         if name != "bart":
             result = result[:, left : left + 6]
         expected = result if expected is None else expected
-        assert_close(result, expected, rtol=0, atol=1e-10)
+        assert_close(result, expected, **EXACT)
 
 
 def language_model(name):
@@ -501,11 +523,7 @@ def test_a_cache_of_fixed_size_changes_nothing(name, kind):
     ids = inputs_of("llama")["input_ids"]
     expected = model(ids, use_cache=False).logits
     cache = transformers.StaticCache(model.config, max_cache_len=16)
-    parts = []
-    for part in ids.split([4, 1, 1, 3], dim=1):
-        step = model(part, past_key_values=cache, use_cache=True)
-        parts.append(step.logits)
-    assert_close(torch.cat(parts, dim=1), expected, rtol=0, atol=1e-10)
+    assert_close(in_parts(model, ids, cache), expected, **EXACT)
 
 
 def test_layers_that_read_another_s_keys_see_all_that_are_written():
@@ -535,7 +553,7 @@ def test_ea_decodes_without_a_cache_and_refuses_one(name):
 @pytest.mark.parametrize("name", ["vit", "bert", "t5", "bart", "llama"])
 @pytest.mark.parametrize("kind", ["ea", "talking_heads"])
 def test_gradient_checkpointing_changes_nothing(name, kind):
-    model = lively(evolve(create(name).double(), kind, value_residual=True)).train()
+    model = evolving(name, kind, value_residual=True).double().train()
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -559,7 +577,7 @@ def test_checkpointing_that_loses_the_chain_is_refused():
 
 @torch.no_grad()
 def test_threads_do_not_share_state():
-    model = lively(evolve(create("bart"), "ea"))
+    model = evolving("bart")
     batches = [torch.randint(3, 50, (2, length)) for length in (5, 9, 12, 7)]
     expected = [model(input_ids=ids).last_hidden_state for ids in batches]
     with ThreadPoolExecutor(4) as pool:
@@ -571,7 +589,7 @@ def test_threads_do_not_share_state():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["vit", "bert", "llama"])
 def test_compiles_in_one_graph(name):
-    model = lively(evolve(create(name), "ea", value_residual=True))
+    model = evolving(name, value_residual=True)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert_close(output(compiled, name), output(model, name), rtol=1e-4, atol=1e-4)
 
@@ -599,13 +617,13 @@ def test_forwards_of_two_sizes_follow_one_another(name):
     for kind in kinds_of(name):
         evolved = evolve(model, kind)
         for each, state in zip(inputs, expected, strict=True):
-            assert_close(evolved(**each).last_hidden_state, state, rtol=0, atol=1e-5)
+            assert_close(evolved(**each).last_hidden_state, state, **NEAR)
 
 
 def siglip2():
-    text = dict(TEXT, projection_size=32, pad_token_id=1, bos_token_id=0, eos_token_id=2)
+    text = dict(TOWER, projection_size=32, pad_token_id=1)
     sizes = dict(SMALL, num_patches=16, patch_size=4)
-    config = transformers.Siglip2Config(text_config=text, vision_config=sizes)
+    model = model_of("Siglip2", text_config=text, vision_config=sizes)
     inputs = []
     for H, W in ((3, 4), (2, 5)):
         inputs.append(
@@ -616,24 +634,19 @@ def siglip2():
                 "spatial_shapes": torch.tensor([[H, W]]),
             }
         )
-    return transformers.Siglip2Model(config), inputs
+    return model, inputs
 
 
 @torch.no_grad()
 def test_a_mechanism_s_convolution_is_no_patch_embedding():
     """The patches of SigLIP 2 are embedded by no Conv2d."""
-    torch.manual_seed(0)
     model, inputs = siglip2()
-    model.eval()
     expected = [model(**each)[0] for each in inputs]
     for kind in ("ea", "pa", "residual"):
         evolved = evolve(model, kind)
         for _ in range(2):
             for each, state in zip(inputs, expected, strict=True):
-                assert_close(evolved(**each)[0], state, rtol=0, atol=1e-5)
-    for kind, token_conv in (("conv2d", False), (None, True)):
-        with refused("needs patches of an image, embedded by a Conv2d", ValueError):
-            evolve(model, kind, token_conv=token_conv)
+                assert_close(evolved(**each)[0], state, **NEAR)
 
 
 @torch.no_grad()
@@ -641,14 +654,13 @@ def test_layers_with_a_configuration_of_their_own_evolve(tmp_path):
     """CLIPSeg's decoder keeps a copy of the image tower's."""
     torch.manual_seed(0)
     small = dict(reduce_dim=16, extract_layers=[0, 1], decoder_num_attention_heads=4)
-    text = dict(TEXT, bos_token_id=0, eos_token_id=2)
-    config = transformers.CLIPSegConfig(text_config=text, vision_config=VISION, **small)
+    config = transformers.CLIPSegConfig(text_config=TOWER, vision_config=VISION, **small)
     plain = transformers.CLIPSegForImageSegmentation(config).eval()
     ids = torch.randint(3, 50, (2, 9))
     inputs = {"input_ids": ids, "pixel_values": torch.randn(2, 3, 32, 32)}
     expected = plain(**inputs).logits
     evolved = evolve(plain, "ea")
-    assert_close(evolved(**inputs).logits, expected, rtol=0, atol=1e-5)
+    assert_close(evolved(**inputs).logits, expected, **NEAR)
     assert torch.equal(unevolve(evolved)(**inputs).logits, expected)
     lively(evolved).save_pretrained(tmp_path)
     again = ea_vision.from_pretrained(tmp_path)
@@ -664,7 +676,7 @@ def test_grids_are_found_behind_prefix_tokens(name, prefix):
     how = {} if "dino" in name else {"interpolate_pos_encoding": True}
     expected = model(images, **how).last_hidden_state
     evolved = evolve(model, "conv2d", token_conv=True, prefix="pass")
-    assert_close(evolved(images, **how).last_hidden_state, expected, rtol=0, atol=1e-5)
+    assert_close(evolved(images, **how).last_hidden_state, expected, **NEAR)
     mechanisms = [m for m in evolved.modules() if hasattr(m, "num_prefix_tokens")]
     assert {m.num_prefix_tokens for m in mechanisms} == {prefix}
     conv = next(m for m in mechanisms if isinstance(m, TokenConv))
@@ -678,17 +690,17 @@ def test_grids_are_found_behind_prefix_tokens(name, prefix):
 
 
 @pytest.mark.parametrize(
-    "name, layers, evolving", [("vit", 3, 2), ("bert", 3, 2), ("llama", 3, 2), ("t5", 9, 6)]
+    "name, layers, chained", [("vit", 3, 2), ("bert", 3, 2), ("llama", 3, 2), ("t5", 9, 6)]
 )
 @torch.no_grad()
-def test_its_maps_are_recorded_with_their_parts(name, layers, evolving):
-    model = lively(evolve(create(name), "ea"))
+def test_its_maps_are_recorded_with_their_parts(name, layers, chained):
+    model = evolving(name)
     parts = ("attn", "logits", "self_logits", "prev_logits")
     with record_attention(model, parts=parts) as maps:
         output(model, name)
     previous = [getattr(layer, "prev_logits", None) for layer in maps.values()]
     assert len(previous) == layers
-    assert len([each for each in previous if each is not None]) == evolving
+    assert len([each for each in previous if each is not None]) == chained
     for layer in maps.values():
         assert_close(layer.attn.sum(-1), torch.ones_like(layer.attn[..., 0]))
 
@@ -699,7 +711,7 @@ def test_recorded_parts_of_padded_sentences_are_what_the_layer_used(name):
     real = torch.ones(2, 9, dtype=torch.bool)
     real[0, :3] = real[1, 7:] = False
     inputs = dict(inputs_of(name), attention_mask=real.long())
-    model = lively(evolve(create(name).double(), "ea"))
+    model = evolving(name).double()
     parts = ("logits", "self_logits", "prev_logits", "conv_logits")
     with record_attention(model, layers=[2, 3], parts=parts) as maps:
         model(**inputs)
@@ -712,8 +724,8 @@ def test_recorded_parts_of_padded_sentences_are_what_the_layer_used(name):
         layer = maps[number]
         mixed = evolution.alpha * layer.prev_logits + (1 - evolution.alpha) * layer.self_logits
         evolved = evolution.beta * layer.conv_logits + (1 - evolution.beta) * mixed
-        assert_close(layer.logits[read], evolved[read], rtol=0, atol=1e-10)
-    model = lively(evolve(create(name).double(), "talking_heads"))
+        assert_close(layer.logits[read], evolved[read], **EXACT)
+    model = evolving(name, "talking_heads").double()
     with record_attention(model, layers=2, parts="softmax") as maps:
         model(**inputs)
     probabilities = maps[2]["softmax"]
@@ -758,7 +770,7 @@ def test_blocks_with_hooks_of_accelerate_run_their_mechanisms():
 def test_offloaded_weights_of_mechanisms_are_loaded_or_refused(kind):
     """accelerate loads them for a module's forward alone; those of mta were read from memory that nobody had set."""
     accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
-    model = lively(evolve(create("vit"), kind))
+    model = evolving("vit", kind)
     expected = output(model, "vit")
     together = {"preload_module_classes": ["SequenceMaps"]}
     loaded = accelerate.cpu_offload(copy.deepcopy(model), torch.device("cpu"), **together)
@@ -784,15 +796,6 @@ def test_evolve_never_moves_weights_whatever_implementation_is_forced():
         evolving = evolve(model, "ea")
     inputs = inputs_of("vit")
     assert_close(evolving(**inputs)[0], model(**inputs)[0])
-
-
-def test_a_folder_loads_without_the_plain_models_attention(tmp_path):
-    evolve(create("vit")).save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
-    config["ea_vision"]["attn_implementation"] = "flash_attention_2"
-    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    model = ea_vision.from_pretrained(tmp_path)
-    assert model.config.ea_vision["attn_implementation"] == "flash_attention_2"
 
 
 def test_trains_with_trainer(tmp_path):
@@ -838,7 +841,7 @@ def test_lora_on_queries_and_values(kind):
     config = peft.LoraConfig(target_modules=["query", "value"], modules_to_save=["maps"], r=2)
     model = peft.get_peft_model(evolved, config)
     inputs = inputs_of("bert")
-    assert_close(model(**inputs).last_hidden_state, output(plain, "bert"), rtol=0, atol=1e-5)
+    assert_close(model(**inputs).last_hidden_state, output(plain, "bert"), **NEAR)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     for _ in range(3):
         optimizer.zero_grad()
@@ -856,25 +859,24 @@ def test_lora_on_queries_and_values(kind):
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["reattention", "refiner"])
-def test_kinds_that_know_no_padding_refuse_it(kind):
-    mask = torch.ones(2, 9).long()
-    mask[0, 5:] = 0
-    with refused("does not support masks", ValueError):
-        evolve(create("bert"), kind)(**inputs_of("bert"), attention_mask=mask)
-
-
-def test_masks_other_than_padding_are_refused():
+def test_masks_that_a_kind_cannot_take_are_refused():
     packed = torch.block_diag(torch.ones(4, 4), torch.ones(5, 5)).bool().expand(2, 1, 9, 9)
-    with refused("a mask that hides only padding and, if causal, later", ValueError):
-        evolve(create("bert"))(**inputs_of("bert"), attention_mask=packed)
+    padded = torch.ones(2, 9).long()
+    padded[0, 5:] = 0
+    for kind, mask, reason in (
+        ("ea", packed, "a mask that hides only padding and, if causal, later"),
+        ("reattention", padded, "does not support masks"),
+        ("refiner", padded, "does not support masks"),
+    ):
+        with refused(reason, ValueError):
+            evolve(create("bert"), kind)(**inputs_of("bert"), attention_mask=mask)
 
 
 @pytest.mark.parametrize("number", [-1e4, -1e9, -torch.inf, True])
 @pytest.mark.parametrize("kind", ["ea", "pa", "mta", "talking_heads"])
 @torch.no_grad()
 def test_masks_hide_padding_by_any_number(kind, number):
-    model = lively(evolve(create("bert").double(), kind))
+    model = evolving("bert", kind).double()
     inputs = inputs_of("bert")
     real = torch.ones(2, 9, dtype=torch.bool)
     real[0, 6:] = False
@@ -883,7 +885,7 @@ def test_masks_hide_padding_by_any_number(kind, number):
     if number is not True:
         mask = torch.zeros(2, 1, 9, 9, dtype=torch.float64).masked_fill(~mask, number)
     result = model(**inputs, attention_mask=mask).last_hidden_state
-    assert_close(result[real], expected[real], rtol=0, atol=1e-10)
+    assert_close(result[real], expected[real], **EXACT)
 
 
 @torch.no_grad()
@@ -897,26 +899,27 @@ def test_tokens_that_form_no_grid_are_for_kinds_that_need_none(name):
     expected = model(**inputs).last_hidden_state
     for kind in (None, "residual", "talking_heads", "xsa", "gated"):
         evolved = evolve(model, kind, value_residual=True)
-        assert_close(evolved(**inputs).last_hidden_state, expected, rtol=0, atol=1e-5)
+        assert_close(evolved(**inputs).last_hidden_state, expected, **NEAR)
         assert not torch.equal(lively(evolved)(**inputs).last_hidden_state, expected)
     for kind, token_conv in (("ea", False), ("conv2d", False), (None, True)):
         with refused("a grid of 4x4 patches required, got", ValueError):
             evolve(model, kind, token_conv=token_conv)(**inputs)
 
 
+def pyramid(depths, heads):
+    sizes = dict(depths=depths, num_attention_heads=heads)
+    return model_of("Segformer", hidden_sizes=[8, 16, 16, 32], **sizes)
+
+
 @pytest.mark.parametrize("heads", [[1, 2, 4, 8], [2, 2, 4, 8], [1, 2, 4, 4]])
 @torch.no_grad()
 def test_a_chain_begins_anew_where_there_are_other_heads_or_another_stage(heads):
     """Stages have maps of different sizes, also those with equally many heads."""
-    torch.manual_seed(0)
-    config = transformers.SegformerConfig(
-        depths=[2, 2, 1, 1], hidden_sizes=[8, 16, 16, 32], num_attention_heads=heads
-    )
-    model = transformers.SegformerModel(config).eval()
+    model = pyramid([2, 2, 1, 1], heads)
     evolved = evolve(model, "ea")
     images = torch.randn(1, 3, 64, 64)
     expected = model(images).last_hidden_state
-    assert_close(evolved(images).last_hidden_state, expected, rtol=0, atol=1e-5)
+    assert_close(evolved(images).last_hidden_state, expected, **NEAR)
     evolutions = [each for each in evolved.modules() if isinstance(each, Evolution)]
     assert [each.convs[0].in_channels for each in evolutions] == heads[:2]
     assert not torch.equal(lively(evolved)(images).last_hidden_state, expected)
@@ -926,29 +929,22 @@ def test_a_chain_begins_anew_where_there_are_other_heads_or_another_stage(heads)
 @torch.no_grad()
 def test_causal_layers_without_their_mask_are_refused():
     """AIMv2's text tower reads later tokens where it gets no mask."""
-    torch.manual_seed(0)
-    model = transformers.Aimv2TextModel(transformers.Aimv2TextConfig(**TEXT)).eval()
+    model = model_of("Aimv2Text", **TEXT)
     words = torch.randint(3, 50, (2, 9))
     evolved = evolve(model, "residual")
-    assert_close(evolved(words)[0], model(words)[0], rtol=0, atol=1e-5)
-    with pytest.raises(ValueError, match="causal layers needs their mask"):
-        evolve(model, "ea")
+    assert_close(evolved(words)[0], model(words)[0], **NEAR)
 
 
 @pytest.mark.parametrize("family", ["PegasusX", "BigBirdPegasus"])
 @torch.no_grad()
 def test_a_decoder_is_causal_by_the_mask_that_it_builds(family):
     """These build a mask for cross-attention beside the causal one."""
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**SEQ2SEQ, block_size=8)
-    model = getattr(transformers, f"{family}Model")(config).eval()
-    with refused("no form for the causal attention of", ValueError):
-        evolve(model, "pa")
+    model = model_of(family, **SEQ2SEQ, block_size=8)
     words = torch.randint(3, 50, (2, 16))
     expected = model(words, decoder_input_ids=words[:, :7]).last_hidden_state
     evolved = evolve(model, "ea")
     got = evolved(words, decoder_input_ids=words[:, :7], use_cache=False).last_hidden_state
-    assert_close(got, expected, rtol=0, atol=1e-5)
+    assert_close(got, expected, **NEAR)
     lively(evolved)
     results = []
     for last in (5, 9):
@@ -958,88 +954,10 @@ def test_a_decoder_is_causal_by_the_mask_that_it_builds(family):
     assert not torch.equal(results[0], results[1])
 
 
-def test_t5_s_refusal_of_alpha_says_what_works():
-    with refused("leave alpha out, got 0.1", ValueError):
-        evolve(create("t5"), "ea", start="paper", alpha=0.1)
-    evolve(create("t5"), "ea", start="paper")
-
-
-def pyramid(depths):
-    sizes = dict(hidden_sizes=[8, 16, 32, 32], num_attention_heads=[1, 2, 2, 4])
-    return transformers.SegformerModel(transformers.SegformerConfig(depths=depths, **sizes))
-
-
-def twice():
-    """Return a model whose layers call attention twice."""
-    config = transformers.DiffLlamaConfig(**TEXT, num_key_value_heads=2)
-    return transformers.DiffLlamaModel(config)
-
-
-def frames():
-    """Return X-CLIP's image tower, in which frames attend to each other, too."""
-    return transformers.XCLIPVisionModel(transformers.XCLIPVisionConfig(**VISION, num_frames=2))
-
-
-@pytest.mark.parametrize(
-    "create_model, kind, reason",
-    [
-        (
-            partial(pyramid, [2, 2, 2, 2]),
-            "xsa",
-            "each query's own value, got .* queries and .* keys",
-        ),
-        (partial(pyramid, [2, 2, 2, 2]), "conv2d", "needs patches of an image"),
-        (partial(pyramid, [1, 1, 1, 1]), "ea", "prev_logits of shape .* required, got"),
-        (twice, "residual", "layer 2 of the chain must follow layer 1"),
-        (twice, "ea", "layer 2 of the chain must follow layer 1"),
-        (frames, "conv2d", "a grid of 4x4 patches required, got 2 tokens"),
-        (partial(build, "t5gemma2"), "ea", "needs a mask that hides only padding"),
-    ],
-)
-def test_what_the_forward_cannot_do_is_refused_before_it(create_model, kind, reason):
-    model = create_model()
-    seen = []
-    model.register_forward_pre_hook(lambda *_: seen.append(1))
-    with refused(reason):
-        evolve(model, kind)
-    assert not seen
-
-
-@pytest.mark.parametrize("kind", ["pa", "reattention", "refiner", "mta", "conv2d"])
-@pytest.mark.parametrize("name", DECODERS)
-def test_kinds_without_a_causal_form_refuse_decoders(name, kind):
-    with refused("has no form for the causal attention of", ValueError):
-        evolve(create(name), kind)
-
-
-def test_a_folder_is_read_with_the_keywords_of_transformers(tmp_path):
-    model = evolve(create("vit"), "ea")
-    model.save_pretrained(tmp_path / "inner")
-    loaded = ea_vision.from_pretrained(tmp_path, subfolder="inner", dtype=torch.float64).eval()
-    assert loaded.dtype == torch.float64
-    assert_close(output(loaded, "vit"), output(model.double(), "vit"))
-
-
-def test_layers_that_change_their_logits_or_maps_on_their_own_are_refused():
-    for name, message in (
-        ("gemma2", "not support 'attn_logit_softcapping', which Gemma2Attention"),
-        ("gpt_oss", "do not support 'sinks', which GptOssAttention has"),
-    ):
-        with refused(message, ValueError):
-            evolve(build(name), "residual")
-    capped = dict(TEXT, num_key_value_heads=2, head_dim=8, attn_logit_softcapping=None)
-    plain = transformers.Gemma2Model(transformers.Gemma2Config(**capped)).eval()
-    words = torch.arange(1, 9)[None]
-    expected = plain(words, use_cache=False).last_hidden_state
-    got = evolve(plain, "residual")(words, use_cache=False).last_hidden_state
-    assert_close(got, expected)
-
-
 @torch.no_grad()
 def test_sequences_that_are_longer_than_a_sliding_window_are_refused():
     four_layers = {**TEXT, "num_hidden_layers": 4}  # the first and the last see all tokens
-    config = transformers.ModernBertConfig(**four_layers, pad_token_id=0, local_attention=8)
-    model = transformers.ModernBertModel(config).eval()
+    model = model_of("ModernBert", **four_layers, pad_token_id=0, local_attention=8)
     evolve(model, "ea", layers=[4])(torch.full((1, 6), 7))
     evolved = evolve(model, "ea")
     evolved(torch.full((1, 5), 7))
@@ -1047,33 +965,87 @@ def test_sequences_that_are_longer_than_a_sliding_window_are_refused():
         evolved(torch.full((1, 6), 7))
 
 
-def test_what_cannot_evolve_is_refused(tmp_path):
-    deberta = transformers.DebertaV2Config(**TEXT)
-    swin = transformers.SwinConfig(
-        image_size=32, patch_size=4, embed_dim=16, depths=[2], num_heads=[2], window_size=4
-    )
-    for model, message in (
-        (
-            transformers.DebertaV2Model(deberta),
-            r"no attention layer of it goes through .* transformers \S+ \(tested with 5.20 and later\)",
-        ),
-        (transformers.SwinModel(swin), "window|no attention layer"),
-        (create("bart", encoder_layerdrop=0.1), "layerdrop must be 0"),
-        (evolve(create("vit")), "evolve already"),
-    ):
-        with refused(message, ValueError):
-            evolve(model)
-    with refused("token_conv needs patches of an image", ValueError):
-        evolve(create("bert"), None, token_conv=True)
-    without_its_evolution = create("vit")
-    without_its_evolution.config.ea_vision = evolve(create("vit")).config.ea_vision
+def without_its_evolution():
+    model = create("vit")
+    model.config.ea_vision = evolve(create("vit")).config.ea_vision
+    return model
+
+
+SWIN = dict(image_size=32, patch_size=4, embed_dim=16, depths=[2], num_heads=[2], window_size=4)
+EMBEDDED = "needs patches of an image"
+CAUSAL_FORM = "has no form for the causal attention of"
+FOLLOW = "layer 2 of the chain must follow layer 1"
+UNKNOWN = (
+    r"no attention layer of it goes through .* transformers \S+ \(tested with 5.20 and later\)"
+)
+HEADS = [1, 2, 2, 4]
+deep = partial(pyramid, [2] * 4, HEADS)
+REFUSED = [  # network, options of `evolve`, reason
+    (deep, {"kind": "xsa"}, "each query's own value, got .* queries and .* keys"),
+    (deep, {"kind": "conv2d"}, EMBEDDED),
+    (partial(pyramid, [1] * 4, HEADS), {}, "prev_logits of shape .* required, got"),
+    # layers that call attention twice
+    *product([partial(model_of, "DiffLlama", **LLAMA)], [{}, {"kind": "residual"}], [FOLLOW]),
+    # frames attend to each other, too
+    (
+        partial(model_of, "XCLIPVision", **VISION, num_frames=2),
+        {"kind": "conv2d"},
+        "a grid of 4x4 patches required, got 2 tokens",
+    ),
+    (partial(build, "t5gemma2"), {}, "needs a mask that hides only padding"),
+    (partial(build, "gemma2"), {"kind": "residual"}, "not support 'attn_logit_softcapping', which"),
+    (partial(build, "gpt_oss"), {"kind": "residual"}, "do not support 'sinks', which GptOss"),
+    (partial(model_of, "DebertaV2", **TEXT), {}, UNKNOWN),
+    (partial(model_of, "Swin", **SWIN), {}, "window|no attention layer"),
+    (partial(create, "bart", encoder_layerdrop=0.1), {}, "layerdrop must be 0"),
+    (lambda: evolve(create("vit")), {}, "evolve already"),
+    (without_its_evolution, {}, "names an evolution whose weights it lacks"),
+    *product(
+        [partial(create, "bert"), lambda: siglip2()[0]],
+        [{"kind": None, "token_conv": True}, {"kind": "conv2d", "token_conv": True}],
+        [EMBEDDED],
+    ),
+    (lambda: siglip2()[0], {"kind": "conv2d"}, f"{EMBEDDED}, embedded by a Conv2d"),
+    (partial(create, "t5"), {"start": "paper", "alpha": 0.1}, "leave alpha out, got 0.1"),
+    *[
+        (partial(create, name), {"kind": kind}, CAUSAL_FORM)
+        for name, kind in product(DECODERS, KINDS)
+        if kind not in CAUSAL
+    ],
+    *[
+        (partial(model_of, name, **SEQ2SEQ, block_size=8), {"kind": "pa"}, CAUSAL_FORM)
+        for name in ("PegasusX", "BigBirdPegasus")
+    ],
+    # reads later tokens where it gets no mask
+    (partial(model_of, "Aimv2Text", **TEXT), {}, "causal layers needs their mask"),
+]
+
+
+@pytest.mark.parametrize("create_model, options, reason", REFUSED)
+def test_what_cannot_evolve_is_refused_before_its_forward(create_model, options, reason):
+    model = create_model()
+    seen = []
+    model.register_forward_pre_hook(lambda *_: seen.append(1))
+    with refused(reason, ValueError):
+        evolve(model, **options)
+    assert not seen
+
+
+def test_what_did_not_evolve_does_not_go_back(tmp_path):
     with refused("an evolving network required", ValueError):
-        unevolve(without_its_evolution)
-    with refused("names an evolution whose weights it lacks", ValueError):
-        evolve(without_its_evolution)
+        unevolve(without_its_evolution())
     create("vit").save_pretrained(tmp_path)
     with refused("no evolution in its config.json", ValueError):
         ea_vision.from_pretrained(tmp_path)
+
+
+def test_what_would_be_refused_evolves_where_it_is_off():
+    evolve(create("t5"), "ea", start="paper")
+    plain = model_of("Gemma2", **LLAMA, head_dim=8, attn_logit_softcapping=None)
+    words = torch.arange(1, 9)[None]
+    expected = plain(words, use_cache=False).last_hidden_state
+    got = evolve(plain, "residual")(words, use_cache=False).last_hidden_state
+    assert_close(got, expected)
 
 
 def test_everything_else_works_without_transformers():

@@ -11,7 +11,17 @@ from torch.testing import assert_close
 from ea_vision.layers import AugmentedConv2d, Evolution, EvolvingAttention, PredictiveAttention
 from ea_vision.layers.fit_weights import checkpoint_filter_fn
 from experiments.published import figures
-from tests.models.zoo import CIFAR, OUTLINES, count, give_gradients, idle, layers_of, lively, shrunk
+from tests.models.zoo import (
+    CIFAR,
+    OUTLINES,
+    count,
+    give_gradients,
+    idle,
+    layers_of,
+    lively,
+    on_meta,
+    shrunk,
+)
 from tests.refused import refused
 
 VIT = "ea_vit_tiny_patch16_224"
@@ -72,15 +82,13 @@ def test_attention_alone_runs_and_takes_what_fits_of_a_timm_resnet():
 
 
 def test_the_ea_authors_share_has_the_published_size():
-    with torch.device("meta"):
-        model = timm.create_model("aa_resnet50", qk_ratio=0.25, v_ratio=0.125, min_head_qk=None)
+    model = on_meta("aa_resnet50", qk_ratio=0.25, v_ratio=0.125, min_head_qk=None)
     assert count(model) / 1e6 == pytest.approx(24.96, abs=0.01)
 
 
 def test_the_aa_papers_resnet34_has_13_layers():
-    with torch.device("meta"):
-        model = timm.create_model("aa_resnet34", augment="first", v_ratio=0.25, min_head_qk=20)
-        evolving = layers_of(timm.create_model("ea_aa_resnet34", augment="first"))
+    model = on_meta("aa_resnet34", augment="first", v_ratio=0.25, min_head_qk=20)
+    evolving = layers_of(on_meta("ea_aa_resnet34", augment="first"))
     assert count(model) == pytest.approx(20_751_000, abs=500)
     assert [type(block.conv2) is torch.nn.Conv2d for block in model.layer3] == [True] * 6
     assert len(layers_of(model)) == 13
@@ -95,8 +103,7 @@ def test_the_aa_papers_resnet34_has_13_layers():
     "name, layers, starts", [("ea_aa_resnet34", 23, [0, 18]), ("ea_aa_resnet50", 10, [0, 8])]
 )
 def test_convolutions_with_a_stride_can_stay_plain(name, layers, starts):
-    with torch.device("meta"):
-        model = timm.create_model(name, augment_strided=False)
+    model = on_meta(name, augment_strided=False)
     assert len(layers_of(model)) == layers
     assert all(layer.stride == 1 for layer in layers_of(model))
     begin_a_chain = [n for n, layer in enumerate(layers_of(model)) if layer.evolution is None]
@@ -201,8 +208,7 @@ def test_where_attention_stands_is_one_keyword_in_every_family(
     keyword = "attn_layers" if "vit" in name else "attn_stages"
 
     def stages(chosen=None):
-        with torch.device("meta"):
-            model = timm.create_model(name, **options, **{keyword: chosen})
+        model = on_meta(name, **options, **{keyword: chosen})
         positions = []
         for stage in possible:
             modules = model.get_submodule(place.format(stage, stage - 1)).modules()
@@ -324,11 +330,9 @@ SMALL_STEM = {"stem_stride": 2, "img_size": 64, "map_reduction": 4}
     ],
 )
 def test_stems_for_small_images(name, keywords, side, reductions):
-    with torch.device("meta"):
-        model = timm.create_model(name, in_chans=1, **keywords).eval()
-        features = model.forward_intermediates(
-            torch.empty(1, 1, side, side), intermediates_only=True
-        )
+    model = on_meta(name, in_chans=1, **keywords).eval()
+    image = torch.empty(1, 1, side, side, device="meta")
+    features = model.forward_intermediates(image, intermediates_only=True)
     assert [side // f.shape[-1] for f in features] == reductions
     assert [info["reduction"] for info in model.feature_info] == reductions
     # tables have one entry per offset

@@ -67,6 +67,12 @@ def shrunk(name):
     return {} if ALL else SHRUNK.get(family(name), {})
 
 
+def on_meta(name, **options):
+    """A network of shapes alone."""
+    with torch.device("meta"):
+        return timm.create_model(name, **options)
+
+
 def lively(name, **options):
     """A new model whose initial zeros are replaced."""
     return woken(timm.create_model(name, **{**shrunk(name), **options}))
@@ -126,11 +132,6 @@ def side(name):
 def sample(name, batch=2):
     """Small images for a network."""
     return images(side(name), side(name), batch)
-
-
-def other_sizes(name):
-    """Heights and widths of other inputs, in pixels."""
-    return [(24, 40), (40, 16)] if input_side(name) == 32 else [(40, 72), (96, 160)]
 
 
 def layers_of(model):

@@ -7,6 +7,7 @@ import runpy
 import shlex
 import shutil
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,9 @@ from tests.ops.oracle import (
 from tests.process import python
 from tests.refused import refused
 
+AA_PROBLEM = problem("aa", (3, 4))
+EA_PROBLEM = problem("ea", (3, 4))
+attend = partial(evolving_attention, feat_size=(3, 4))
 # near zero, rounding would decide what passes the ReLU
 HALF = dict(size=(7, 6), D=20, E=3, dtype=torch.bfloat16)
 POSITIVE = dict(HALF, bias=6.0)
@@ -244,6 +248,13 @@ def test_halving_is_average_pooling(size):
     assert halved.grad_fn.name() != plain.grad_fn.name()
 
 
+@pytest.fixture
+def said(caplog):
+    """The log of operators, of every level."""
+    caplog.set_level(logging.INFO, "ea_vision.ops")
+    return caplog
+
+
 # ---- the compiled library
 
 
@@ -279,7 +290,7 @@ def compiler_with(folder, *flags):
 
 def reason_against(**other):
     """Return the reason why the C kernel cannot run a 3x4 problem with these tensors; None if it can."""
-    tensors = {**problem("ea", (3, 4)), **other}
+    tensors = {**EA_PROBLEM, **other}
     return cpu.Cpu().reason_against(Problem(**tensors, feat_size=(3, 4)).checked())
 
 
@@ -325,16 +336,14 @@ BROKEN = {  # compilers by name: commands of a shell, if any, and what the log s
 
 @pytest.mark.parametrize("cc", BROKEN)
 def test_whatever_goes_wrong_with_the_library_the_reference_runs_and_the_log_says_why(
-    use_compiler, tmp_path, caplog, cc
+    use_compiler, tmp_path, said, cc
 ):
     commands, reason = BROKEN[cc]
     use_compiler(compiler(tmp_path, commands) if commands else cc)
-    tensors = problem("ea", (3, 4))
-    with caplog.at_level(logging.INFO, "ea_vision.ops"):
-        out = evolving_attention(**tensors, feat_size=(3, 4))
-    assert "by 'reference'; not cpu: " in caplog.messages[-1]
-    assert reason in caplog.messages[-1]
-    expected = evolving_attention(**tensors, feat_size=(3, 4), implementation="reference")
+    out = attend(**EA_PROBLEM)
+    assert "by 'reference'; not cpu: " in said.messages[-1]
+    assert reason in said.messages[-1]
+    expected = attend(**EA_PROBLEM, implementation="reference")
     assert torch.equal(out[0], expected[0])
 
 
@@ -396,7 +405,7 @@ def test_without_a_writable_cache_each_process_builds_the_library(
         (tmp_path / "cache").write_text("")
     assert reason_against() is None
     assert caplog.messages[0].startswith("the C kernel is built for this process alone: ")
-    assert_as_reference(problem("ea", (3, 4)), feat_size=(3, 4))
+    assert_as_reference(EA_PROBLEM, feat_size=(3, 4))
 
 
 def without_memory(_):
@@ -460,12 +469,10 @@ def test_memory_errors_and_undefined_behaviour(tmp_path):
 
 
 def test_implementation_can_be_forced_by_argument_by_context_and_by_environment(monkeypatch):
-    tensors = problem("aa", (3, 4))
-    for tensor in tensors.values():
-        tensor.requires_grad_()
+    tensors = {name: tensor.clone().requires_grad_() for name, tensor in AA_PROBLEM.items()}
 
     def made_by(**options):
-        out, _ = evolving_attention(**tensors, feat_size=(3, 4), **options)
+        out, _ = attend(**tensors, **options)
         return type(out.grad_fn.next_functions[0][0]).__name__
 
     fast = made_by()
@@ -484,8 +491,6 @@ def test_implementation_can_be_forced_by_argument_by_context_and_by_environment(
     assert runpy.run_path(ops.__file__)["forced"] == ["reference"]
 
 
-AA_PROBLEM = problem("aa", (3, 4))
-EA_PROBLEM = problem("ea", (3, 4))
 FEW_KEYS = dict(AA_PROBLEM, k=AA_PROBLEM["k"][:, :, :4], v=AA_PROBLEM["v"][:, :, :4])
 NO_TABLES = {name: FEW_KEYS[name] for name in "qkv"}
 CANNOT = "cannot run this: it"
@@ -527,18 +532,19 @@ WRONG_SHAPES = [
         (EA_PROBLEM, {"num_prefix_tokens": 13}, "num_prefix_tokens must be 0 to N=12 .* got 13"),
         (EA_PROBLEM, {"num_prefix_tokens": -1}, "num_prefix_tokens must be 0 to N=12 .* got -1"),
         (EA_PROBLEM, {"feat_size": (3, 5)}, r"N = 3\*5 required, got \[2, 8, 12, 20\]"),
+        *[
+            (
+                {**EA_PROBLEM, name: wrong},
+                {"implementation": "cpu"},
+                f"{name} of shape .* required, got",
+            )
+            for name, wrong in WRONG_SHAPES
+        ],
     ],
 )
 def test_invalid_arguments_are_refused(tensors, options, message):
     with refused(message, ValueError):
-        evolving_attention(**{**tensors, "feat_size": (3, 4), **options})
-
-
-@pytest.mark.parametrize("name, wrong", WRONG_SHAPES)
-def test_wrong_shapes_are_named(name, wrong):
-    tensors = {**EA_PROBLEM, name: wrong}
-    with refused(f"{name} of shape .* required, got", ValueError):
-        evolving_attention(**tensors, feat_size=(3, 4), implementation="cpu")
+        attend(**tensors, **options)
 
 
 def test_an_unknown_implementation_is_named():
@@ -551,45 +557,41 @@ def test_an_unknown_implementation_is_named():
     [("aa", False, "sdpa"), ("aa", True, "reference"), ("ea", False, "reference")],
 )
 def test_devices_without_kernels_take_torchs_fused_attention_where_it_suffices(
-    kind, need_logits, name, caplog
+    kind, need_logits, name, said
 ):
     """Uses the meta device; the CPU tests check that `sdpa` equals the reference."""
-    caplog.set_level("INFO", logger="ea_vision.ops")
     tensors = problem(kind, (3, 4), device="meta")
-    out, logits = evolving_attention(**tensors, feat_size=(3, 4), need_logits=need_logits)
-    assert f"evolving attention on meta in torch.float32 by {name!r}" in caplog.messages[-1]
+    out, logits = attend(**tensors, need_logits=need_logits)
+    assert f"evolving attention on meta in torch.float32 by {name!r}" in said.messages[-1]
     assert out.shape == tensors["v"].shape
     assert (logits is not None) == need_logits
 
 
-def test_the_reason_is_logged_once(caplog):
-    tensors = problem("aa", (3, 4))
-    with caplog.at_level(logging.INFO, "ea_vision.ops"):
-        for each in (tensors, tensors, {n: t.double() for n, t in tensors.items()}):
-            evolving_attention(**each, feat_size=(3, 4))
-    assert caplog.messages == [
+def test_the_reason_is_logged_once(said):
+    for each in (AA_PROBLEM, AA_PROBLEM, {n: t.double() for n, t in AA_PROBLEM.items()}):
+        attend(**each)
+    assert said.messages == [
         "evolving attention on cpu in torch.float32 by 'cpu'",
         "evolving attention on cpu in torch.float64 by 'reference'; not cpu: it needs float32 or bfloat16, got "
         "torch.float64",
     ]
 
 
-def test_maps_of_more_than_2500_pixels_are_logged_once(caplog):
-    with caplog.at_level(logging.INFO, "ea_vision.ops"):
-        sizes = dict(dim_qk=2, dim_v=2, num_heads=2, feat_size=(50, 50))
-        layer = AugmentedConv2d(4, 4, **sizes, evolution=EvolvingAttention(2))
-        assert not caplog.messages
-        layer.set_feat_size((52, 50))
-        x = torch.zeros(1, 2, 2600, 1)
-        prev = torch.zeros(1, 2, 2600, 2600)
-        evolving_attention(x, x, x, prev_logits=prev, feat_size=(52, 50), need_logits=False)
-    (line,) = [message for message in caplog.messages if "map of" in message]
+def test_maps_of_more_than_2500_pixels_are_logged_once(said):
+    sizes = dict(dim_qk=2, dim_v=2, num_heads=2, feat_size=(50, 50))
+    layer = AugmentedConv2d(4, 4, **sizes, evolution=EvolvingAttention(2))
+    assert not said.messages
+    layer.set_feat_size((52, 50))
+    x = torch.zeros(1, 2, 2600, 1)
+    prev = torch.zeros(1, 2, 2600, 2600)
+    evolving_attention(x, x, x, prev_logits=prev, feat_size=(52, 50), need_logits=False)
+    (line,) = [message for message in said.messages if "map of" in message]
     start = "a map of 52 x 50 takes 54 MB per image and layer in float32; map_reduction=32"
     assert line.startswith(start)
 
 
 def test_what_the_kernel_would_misread_goes_elsewhere_or_is_an_error():
-    tensors = problem("ea", (3, 4))
+    tensors = dict(EA_PROBLEM)
     reason = reason_against(q=tensors["q"].bfloat16())
     assert "it needs q, k and v of one dtype, got torch.bfloat16, torch.float32" in reason
     results = outputs_and_gradients(some_images(tensors, 0), feat_size=(3, 4))

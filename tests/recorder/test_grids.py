@@ -12,6 +12,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from ea_vision import record_attention
+from tests.models.zoo import on_meta
 from tests.recorder.networks import TINY, images, recorded, timms, transformers_model
 from tests.refused import refused
 
@@ -67,6 +68,9 @@ def test_tokens_that_are_no_grid_have_no_places(make, tokens):
     model = make()
     with torch.no_grad(), record_attention(model) as maps:
         model(images())
+    if make is pruning:  # the grid before it stays
+        assert maps[1].feat_size == (4, 4)
+        assert maps[1].prefix_names == ("cls",)
     layer = maps[2]
     assert layer.layout.placeless
     assert layer.feat_size == layer.key_size == (1, tokens)
@@ -89,40 +93,35 @@ def test_a_decoder_puts_the_patches_back_into_their_places(ratio):
     assert decoder.feat_size == (4, 4)
 
 
-def test_the_grid_before_pruning_stays():
-    maps = recorded(pruning(), images())
-    assert maps[1].feat_size == (4, 4)
-    assert maps[1].prefix_names == ("cls",)
+@torch.no_grad()
+def recorded_on_meta(name, *shape, **options):
+    """Return the layers that a network without numbers records of images of this shape."""
+    if not timm.is_model(name):
+        pytest.skip("this timm lacks it")
+    model = on_meta(name, **options).eval()
+    with record_attention(model) as maps:
+        model(torch.empty(shape, device="meta"))
+    return maps.values()
 
 
 @pytest.mark.parametrize("channels", [1, 2, 3, 4, 5, 6, 12, 13, 200])
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "naflexvit_base_patch16_gap"])
 def test_images_have_any_number_of_channels(name, channels):
-    if not timm.is_model(name):
-        pytest.skip("this timm lacks it")
     naflex = name.startswith("naflex")
     side = 64 if naflex else 32
     options = {"depth": 2} if naflex else TINY
-    with torch.device("meta"):
-        model = timm.create_model(name, in_chans=channels, **options).eval()
-    with torch.no_grad(), record_attention(model) as maps:
-        model(torch.empty(2, channels, side, side, device="meta"))
-    for layer in maps.values():
+    for layer in recorded_on_meta(name, 2, channels, side, side, in_chans=channels, **options):
         assert layer.feat_size == (4, 4)
         assert layer.layout.image == (side, side)
         assert len(layer.prefix_names) == (4 if naflex else 1)
 
 
 @pytest.mark.parametrize("name", ["cait_xxs24_224", "vit_base_patch16_siglip_224"])
-@torch.no_grad()
 def test_layers_without_the_prefix_tokens_have_a_grid(name):
     """CaiT's class token joins its last layers; SigLIP pools without prefix tokens."""
-    with torch.device("meta"):
-        model = timm.create_model(name, img_size=64, depth=2).eval()
-    with record_attention(model) as maps:
-        model(torch.empty(1, 3, 64, 64, device="meta"))
-    assert len(maps) > 2
-    for layer in maps.values():
+    layers = recorded_on_meta(name, 1, 3, 64, 64, img_size=64, depth=2)
+    assert len(layers) > 2
+    for layer in layers:
         assert layer.layout.key_size == (4, 4)
         assert not layer.layout.placeless
 
@@ -137,15 +136,10 @@ def test_layers_without_the_prefix_tokens_have_a_grid(name):
 )
 def test_grids_that_follow_no_stride_or_no_convolution(name, size, grids):
     """Overlapping patches, strides without a module, and patches embedded by a linear layer."""
-    if not timm.is_model(name):
-        pytest.skip("this timm lacks it")
     options = {"depth": 2} if name.startswith("naflex") else {}
-    with torch.device("meta"):
-        model = timm.create_model(name, **options).eval()
-    with torch.no_grad(), record_attention(model) as maps:
-        model(torch.empty(1, 3, *size, device="meta"))
-    assert {layer.feat_size for layer in maps.values()} == grids
-    assert not any(layer.layout.placeless for layer in maps.values())
+    layers = recorded_on_meta(name, 1, 3, *size, **options)
+    assert {layer.feat_size for layer in layers} == grids
+    assert not any(layer.layout.placeless for layer in layers)
 
 
 class Patches(nn.Module):
@@ -261,21 +255,19 @@ def test_queries_are_pixels_of_the_input(layer, pixel, cell):
     assert torch.equal(layer.of_cell(cell)[1], patches)
 
 
-@pytest.mark.parametrize("pixel", [(0, -1), (-1, 0), (32, 0), (0, 48), (1000, 1000)])
-def test_queries_outside_of_the_input_are_refused(layer, pixel):
-    with refused(r"within the input of 32x48 pixels, got \("):
-        layer.of_query(pixel)
-
-
-@pytest.mark.parametrize("place", [5, (1.5, 2), (1, 2, 3), (1,), None])
-def test_places_that_are_not_two_whole_numbers_are_refused(layer, place):
+def test_queries_and_cells_that_the_layer_lacks_are_refused(layer):
+    for pixel in ((0, -1), (-1, 0), (32, 0), (0, 48), (1000, 1000)):
+        with refused(r"within the input of 32x48 pixels, got \("):
+            layer.of_query(pixel)
+    for cell in ((0, -1), (0, 3), (2, 0)):
+        with refused("must lie within its map of 2x3"):
+            layer.of_cell(cell)
     required = "must be two whole numbers, or a token's name, such as 'cls', got "
-    for of_place, name in (
-        (layer.of_query, "a query (y, x) "),
-        (layer.of_cell, "a cell (row, column) "),
-    ):
-        with refused(re.escape(f"{name}{required}{place!r}")):
-            of_place(place)
+    for place in (5, (1.5, 2), (1, 2, 3), (1,), None):
+        with refused(re.escape(f"a query (y, x) {required}{place!r}")):
+            layer.of_query(place)
+        with refused(re.escape(f"a cell (row, column) {required}{place!r}")):
+            layer.of_cell(place)
 
 
 def test_queries_are_pixels_of_the_patches_that_hold_them():
@@ -295,12 +287,6 @@ def test_queries_are_pixels_of_the_patches_that_hold_them():
     for pixel in ((24, 0), (0, 32), (29, 38)):
         with refused("which cover 24x32 of 30x39 pixels"):
             left_out.of_query(pixel)
-
-
-@pytest.mark.parametrize("cell", [(0, -1), (0, 3), (2, 0)])
-def test_cells_outside_of_the_map_are_refused(layer, cell):
-    with refused("must lie within its map of 2x3"):
-        layer.of_cell(cell)
 
 
 def test_queries_of_a_sequence_are_its_tokens():

@@ -1,7 +1,9 @@
 """Bad input to the figures and the page: one line that names what was required and what was received, at once."""
 
 import re
+import shutil
 import time
+from itertools import product
 
 import matplotlib
 import pytest
@@ -77,40 +79,26 @@ def test_refused_at_once_in_one_line(command, message, run, photo, monkeypatch, 
     assert list(photo.parent.iterdir()) == [photo]
 
 
-@pytest.mark.parametrize("name", ["heatmap", "strip", "statistics"])
-@pytest.mark.parametrize("directly", [True, False])
-def test_a_picture_does_not_replace_an_image_that_it_shows(
-    name, directly, run, photo, tmp_path, capsys
-):
-    output = photo
-    if not directly:
-        output = tmp_path / "other" / "name.png"
-        output.parent.mkdir()
-        output.symlink_to(photo)
+@pytest.mark.parametrize(
+    "command, replaced",
+    [
+        *product(["heatmap {photo}", "strip {photo}", "statistics {photo}"], ["photo", "link"]),
+        ("strip {photo} {clash} -o {maps}", "clash"),  # named as the second picture is
+        ("statistics {photo} {clash} --limit 1", "clash"),
+    ],
+)
+def test_a_picture_does_not_replace_an_image(command, replaced, run, photo, capsys):
+    names = {"link": "link.png", "clash": "maps-photo.png", "maps": "maps.png"}
+    files = {"photo": photo} | {name: photo.with_name(file) for name, file in names.items()}
+    files["link"].symlink_to(photo)
+    shutil.copy(photo, files["clash"])
     before = photo.read_bytes()
-    assert run_command(name, ["--model", str(run), str(photo), "-o", str(output)]) == 2
-    assert f"another file than the images, got {output}" in capsys.readouterr().err
-    assert photo.read_bytes() == before
-
-
-def test_pictures_of_several_images_do_not_replace_one_of_them(run, photo, capsys):
-    clash = photo.with_name("maps-photo.png")
-    clash.write_bytes(photo.read_bytes())
-    before = clash.read_bytes()
-    command = ["--model", str(run), str(photo), str(clash), "-o", str(photo.with_name("maps.png"))]
-    assert run_command("strip", command) == 2
-    assert f"another file than the images, got {clash}" in capsys.readouterr().err
-    assert clash.read_bytes() == before
-
-
-def test_statistics_do_not_replace_an_image_beyond_the_limit(run, photo, capsys):
-    other = photo.with_name("other.png")
-    other.write_bytes(photo.read_bytes())
-    before = other.read_bytes()
-    command = ["--model", str(run), str(photo), str(other), "--limit", "1", "-o", str(other)]
-    assert run_command("statistics", command) == 2
-    assert f"another file than the images, got {other}" in capsys.readouterr().err
-    assert other.read_bytes() == before
+    name, *words = command.format(**files).split()
+    if "-o" not in words:
+        words += ["-o", str(files[replaced])]
+    assert run_command(name, ["--model", str(run), *words]) == 2
+    assert f"another file than the images, got {files[replaced]}" in capsys.readouterr().err
+    assert photo.read_bytes() == files["clash"].read_bytes() == before
 
 
 MODEL = small()
