@@ -379,7 +379,7 @@ def test_keyboard_alone(open_page):
 
 
 def test_a_tile_is_chosen_in_all_models(open_page):
-    """A model that lacks the layer says which it has; thumbnails choose a head, large tiles a layer."""
+    """A model that lacks the layer or the head says which it has; thumbnails choose a head, large tiles a layer."""
     page = open_page()
     for label in ("layer 9, head 3", "layer 21, mean of the heads"):
         page.get_by_label(label, exact=True).click()
@@ -392,6 +392,10 @@ def test_a_tile_is_chosen_in_all_models(open_page):
     assert state(page)["head"] == 2
     page.get_by_label("layer 2, large", exact=True).click()
     assert state(page)["layer"] == 2
+    page = open_page("#layer=2&head=7")
+    settle(page)
+    texts = page.locator(".part > header").all_inner_texts()
+    assert "layer 2 has no head 7, but 0, 1, 2, 3" in texts[1]
 
 
 def test_the_fragment_reproduces_the_view(open_page):
