@@ -335,13 +335,7 @@ def test_an_evolved_network_saved_for_the_hub_evolves(tmp_path, plain, options):
     assert network.pretrained_cfg["architecture"] == plain
 
 
-def test_unevolved_networks_have_their_own_name_again():
-    plain = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2)
-    back = ea_vision.unevolve(ea_vision.evolve(plain, "ea"))
-    assert back.pretrained_cfg == plain.pretrained_cfg
-
-
-def test_an_evolved_network_without_its_keywords_says_how_to_save_them(tmp_path):
+def test_an_evolved_network_without_its_keywords_says_how_to_save_them():
     with refused(r"save_for_hf\(model, ..., model_args=model._model_args", ValueError):
         timm.create_model("evolved_transformer")
 

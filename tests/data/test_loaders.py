@@ -253,7 +253,7 @@ def test_unreadable_images_are_named_and_replaced(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["files", "eval", pytest.param("stored", marks=needs_ffcv)])
-def test_what_workers_get_can_be_pickled(sources, photos, tmp_path, kind):
+def test_what_workers_get_can_be_pickled(sources, tmp_path, kind):
     """So workers can be spawned; a .beton file is pickled as its path. The private decoder is what a worker gets."""
     if kind == "stored":
         stored = Evaluated(16, 20, "bilinear")
@@ -343,7 +343,7 @@ def test_workers_start_once_for_all_epochs(sources, monkeypatch, method, workers
     assert all(map(torch.equal, shown, expected))
 
 
-def test_the_default_number_of_workers_fits_how_they_start(sources, monkeypatch):
+def test_the_default_number_of_workers_fits_how_they_start(monkeypatch):
     monkeypatch.setattr(imagenet, "usable_cpus", lambda: 4)
     for method, images, expected in (
         ("fork", 40, 4),

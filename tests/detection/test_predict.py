@@ -136,9 +136,7 @@ def test_predict_does_not_replace_an_image(option, run, tmp_path, capsys):
     assert image.read_bytes() == before
 
 
-def test_outputs_that_are_not_finite_are_an_error_of_the_image(
-    run, photos, tmp_path, monkeypatch, capsys
-):
+def test_outputs_that_are_not_finite_are_an_error_of_the_image(run, photos, monkeypatch, capsys):
     broken = load_model(str(run))
     last = broken.model.head.classification_head.cls_logits
     last.bias.data.fill_(torch.inf)

@@ -30,6 +30,12 @@ def folder(root, boxes, file_name="a.png"):
     return CocoFolder(root, "val")
 
 
+def check_found(data, box):
+    """Check that a detector that finds this box alone scores 100."""
+    detection = {"image_id": 1, "category_id": 1, "bbox": box, "score": 0.9}
+    assert coco_metrics(data.ground_truth(), [detection])[0]["AP"] == pytest.approx(100)
+
+
 @pytest.mark.parametrize("box", UNSEEN)
 def test_what_training_leaves_out_the_metric_leaves_out(tmp_path, caplog, box):
     data = folder(tmp_path, [SEEN, box])
@@ -37,8 +43,7 @@ def test_what_training_leaves_out_the_metric_leaves_out(tmp_path, caplog, box):
     assert "1 of 2 boxes are left out of training and evaluation, " in line
     assert line.endswith(f"the first: {box} of a.png")
     assert len(data[0][1]["boxes"]) == 1
-    detection = {"image_id": 1, "category_id": 1, "bbox": SEEN, "score": 0.9}
-    assert coco_metrics(data.ground_truth(), [detection])[0]["AP"] == pytest.approx(100)
+    check_found(data, SEEN)
     assert data.fingerprint() == folder(tmp_path, [SEEN]).fingerprint()
 
 
@@ -62,8 +67,7 @@ def test_the_metric_cuts_boxes_at_the_border_as_training_does(tmp_path, caplog, 
     trained = eval_transform(40)(image, target)[1]["boxes"].tolist()
     x, y, width, height = seen
     assert trained == [[x, y, x + width, y + height]]
-    detection = {"image_id": 1, "category_id": 1, "bbox": seen, "score": 0.9}
-    assert coco_metrics(data.ground_truth(), [detection])[0]["AP"] == pytest.approx(100)
+    check_found(data, seen)
 
 
 def test_a_json_without_a_box_that_can_be_seen_is_an_error(tmp_path):

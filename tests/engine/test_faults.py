@@ -461,7 +461,7 @@ def test_checkpoints_of_another_run(old_run, refusal, key, value, message):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only there may a name be no UTF-8")
-def test_a_run_whose_name_is_no_utf8(old_run, tmp_path, capsys):
+def test_a_run_whose_name_is_no_utf8(old_run, tmp_path):
     """Figures show such a byte as \\xff."""
     run = old_run.rename(tmp_path / os.fsdecode(b"run\xff"))
     write_learning_curves([run], tmp_path / "curves.png")

@@ -109,7 +109,7 @@ def test_growing_images_and_what_follows_them_survive_a_kill(photos, tmp_path):
     assert steps[-1] == 15
 
 
-def test_position_tables_follow_the_images(tmp_path):
+def test_position_tables_follow_the_images():
     """Offsets that no map has reached yet are copies of the farthest offset that one has reached."""
     narrow = {"layers": [1, 1, 1, 1], "channels": [8, 16, 16, 16], "img_size": 96}
     model = timm.create_model("ea_aa_resnet34", zero_init_last=False, **narrow)

@@ -137,7 +137,7 @@ def test_a_small_evolving_network_learns_its_images_by_heart(tmp_path):
         assert sum(name.endswith("evolution.convs.0.weight") for name in weights.keys()) == 8
 
 
-def test_too_many_unreadable_images_stop_the_run_and_are_listed(tmp_path, capsys):
+def test_too_many_unreadable_images_stop_the_run_and_are_listed(tmp_path):
     root = make_photos(tmp_path / "photos")
     broken = [root / f"train/class_0/{name}.jpg" for name in ("000", "003", "006")]
     for path in broken:

@@ -251,7 +251,7 @@ def test_what_changed_is_drawn_in_colours(open_page, recordings):
     assert np.abs(drawn - colours[:, :3])[plain].max() <= 6
 
 
-def test_entropy_and_distance_equal_numpy(open_page, explorer, recordings):
+def test_entropy_and_distance_equal_numpy(open_page, recordings):
     page = open_page("#query=40,50&part=logits")  # of the attention, whatever part is shown
     for number in (8, 9, 21):
         maps = recordings[0, 0].maps[number]
@@ -451,7 +451,7 @@ def how(page, index):
     return buttons.evaluate_all("all => all.map(b => b.ariaLabel)")
 
 
-def test_how_a_layer_came_by_its_map(open_page, explorer, recordings):
+def test_how_a_layer_came_by_its_map(open_page, recordings):
     """Without the previous map, with it, what changed; then, on request, the logits in the order in which a layer
     computes them, as recorded."""
     page = open_page("#query=20,30&head=3&layer=9")

@@ -222,9 +222,9 @@ REFUSED = [  # network, options of `evolve`, reason
     (
         partial(on_meta, "conv_transformer_cifar"),
         {},
-        "stages.2.blocks.0.conv is a convolution with attention: .* as evolution=",
+        "cannot evolve: stages.2.blocks.0.conv is a convolution with attention: .* as evolution=",
     ),
-    (partial(on_meta, "vit_relpos_small_patch16_224"), {}, "got VisionTransformerRelPos"),
+    (partial(on_meta, "vit_relpos_small_patch16_224"), {}, "required, got VisionTransformerRelPos"),
     (partial(on_meta, "vit_tiny_patch16_224", depth=1), {}, r"that can evolve are \[\] of 1"),
     (
         partial(on_meta, "eva02_tiny_patch14_224", patch_drop_rate=0.5),

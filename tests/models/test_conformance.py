@@ -8,7 +8,6 @@ import pytest
 import torch
 from timm.layers import BlurPool2d, DropPath
 from timm.models import group_parameters
-from timm.optim import create_optimizer_v2
 from torch.testing import assert_close
 
 from tests.models.zoo import (
@@ -19,6 +18,7 @@ from tests.models.zoo import (
     assert_checkpointing_changes_nothing,
     assert_fx_agrees,
     give_gradients,
+    groups_of,
     idle,
     layers_of,
     lively,
@@ -110,7 +110,7 @@ def test_features_only_are_the_intermediates(name, model, image):
 
 
 @torch.no_grad()
-def test_head_in_timms_ways(name, model, image):
+def test_head_in_timms_ways(model, image):
     model = copy.deepcopy(model)
     features = model.forward_features(image)
     assert_close(model.forward_head(features), model(image))
@@ -134,11 +134,7 @@ def test_layer_decay_follows_the_order_of_the_network(name, image):
         model(image)
     assert set(order) == set(owners)
 
-    decays = dict(weight_decay=0.05, layer_decay=0.75)
-    optimizer = create_optimizer_v2(model, opt="adamw", lr=1e-3, **decays)
-    group_of = {}
-    for group in optimizer.param_groups:
-        group_of.update(dict.fromkeys(group["params"], group))
+    group_of = groups_of(model, layer_decay=0.75)
     assert group_of.keys() == set(model.parameters())
     scales = []
     for module in order:

@@ -111,6 +111,7 @@ def test_begins_as_the_plain_network_goes_back_learns_and_reloads(name, kind):
     assert repr(back) == repr(plain) == layout
     saved = {"_model_args"}  # which timm before 1.0.30 does not set
     assert back.__dict__.keys() | saved == plain.__dict__.keys() | saved
+    assert getattr(back, "pretrained_cfg", None) == getattr(plain, "pretrained_cfg", None)
     assert {id(parameter) for parameter in back.parameters()} == shared
     back.load_state_dict(plain.state_dict())  # strictly
     with torch.no_grad():

@@ -63,14 +63,15 @@ CHECKPOINTING = {
 
 
 def alive(name):
-    """Create a network whose every part has an effect."""
+    """Create a network whose every part has an effect; return it, its input, and the names of two chained parts."""
     torch.manual_seed(0)
-    model = NETWORKS[name][0]().eval()
+    create, create_input, paths = NETWORKS[name]
+    model = create().eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if any(part in key for part in ("evolution", "value_residual")):
                 parameter.add_(0.2 * torch.rand_like(parameter))
-    return model
+    return model, create_input(), paths
 
 
 def run(model, x):
@@ -110,14 +111,13 @@ def gradients_of(output, model):
 )
 def test_hooks_copies_and_wrappers_between_parts_change_nothing(name, change):
     """Hooks of the backward pass make views of a module's tokens, also where checkpoints compute them again."""
-    model = alive(name)
-    x = NETWORKS[name][1]()
+    model, x, paths = alive(name)
     expected = run(model, x)
     gradients = gradients_of(expected, model)
     seen = set()
     if change == "sequence" and name == "bert":
         return  # transformers calls a block with keywords, which nn.Sequential does not take
-    for path in NETWORKS[name][2]:
+    for path in paths:
         part = model.get_submodule(path)
         if change == "hook":
             part.register_forward_hook(lambda module, args, y: y * 1.0)
@@ -148,20 +148,20 @@ def stem(model, x):
 @torch.no_grad()
 def test_maps_follow_their_tokens_to_another_device(name, last):
     """The device without numbers stands for a second one."""
-    model = alive(name)
+    model, x, _ = alive(name)
     part = model.get_submodule(last).to("meta")
     part.register_forward_pre_hook(lambda _, args: (args[0].to("meta"), *args[1:]))
     outputs = []
     part.register_forward_hook(lambda _, args, y: outputs.append(y))
     part.register_forward_hook(lambda _, args, y: torch.zeros(y.shape))
-    run(model, NETWORKS[name][1]())
+    run(model, x)
     assert [y.device.type for y in outputs] == ["meta"]
 
 
 @torch.no_grad()
 def test_stages_run_by_hand_on_several_images_in_turns():
-    model = alive("resnet")
-    pictures = [images(64, 64), images(64, 64).flip(3)]
+    model, x, _ = alive("resnet")
+    pictures = [x, x.flip(3)]
     features = [stem(model, x) for x in pictures]
     for stage in (model.layer1, model.layer2, model.layer3, model.layer4):
         features = [stage(x) for x in features]
@@ -170,8 +170,7 @@ def test_stages_run_by_hand_on_several_images_in_turns():
 
 @pytest.mark.parametrize("change", [torch.clone, lambda z: z + 0])
 def test_a_copy_by_hand_is_followed_or_the_error_says_what_is_lost(change):
-    model = alive("resnet")
-    x = images(64, 64)
+    model, x, _ = alive("resnet")
     z = change(model.layer2(model.layer1(stem(model, x))))
     with refused("layer before.*lost", ValueError):
         model.layer3(z)
@@ -188,15 +187,14 @@ class Stop(Exception):
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("ends", ["at its end", "early"])
 def test_no_map_outlives_a_forward(name, grad, ends):
-    model = alive(name)
-    x = NETWORKS[name][1]()
+    model, x, paths = alive(name)
     with torch.set_grad_enabled(grad):
         if ends == "early":
 
             def stop(module, args):
                 raise Stop
 
-            part = model.get_submodule(NETWORKS[name][2][1])
+            part = model.get_submodule(paths[1])
             part.register_forward_pre_hook(stop)
             with pytest.raises(Stop):
                 run(model, x)
@@ -207,11 +205,11 @@ def test_no_map_outlives_a_forward(name, grad, ends):
 
 @torch.no_grad()
 def test_kept_features_keep_no_maps():
-    model = alive("resnet")
-    features = model.forward_intermediates(images(64, 64), intermediates_only=True)
+    model, x, _ = alive("resnet")
+    features = model.forward_intermediates(x, intermediates_only=True)
     assert len(features) == 5
     assert maps_in_memory() == 0
-    model.forward_intermediates(images(64, 64), indices=[2], stop_early=True)
+    model.forward_intermediates(x, indices=[2], stop_early=True)
     assert maps_in_memory() == 0
 
 
@@ -219,13 +217,12 @@ def test_kept_features_keep_no_maps():
 @pytest.mark.parametrize("name", ["resnet", "vit"])
 def test_a_copy_runs_inside_a_forward_of_its_original(name, pickled):
     """As a teacher does in a hook of its student: each forward has a store of its own."""
-    model = alive(name)
+    model, x, (first, _) = alive(name)
     if pickled:
         model = pickle.loads(pickle.dumps(model))
     teacher = copy.deepcopy(model)
-    x = NETWORKS[name][1]()
     expected = model(x)
-    part = model.get_submodule(NETWORKS[name][2][0])
+    part = model.get_submodule(first)
     taught = []
     part.register_forward_hook(lambda module, args, y: taught.append(teacher(x)) or y * 1.0)
     assert_close(model(x), expected)
@@ -234,8 +231,8 @@ def test_a_copy_runs_inside_a_forward_of_its_original(name, pickled):
 
 def test_two_forwards_before_one_backward_with_checkpoints():
     """Each block is run again with the maps of its own forward."""
-    model = alive("vit").train()
-    x = images()
+    model, x, _ = alive("vit")
+    model.train()
     other = x.flip(3)
     weights = list(model.parameters())
 
@@ -249,8 +246,7 @@ def test_two_forwards_before_one_backward_with_checkpoints():
 
 
 def test_checkpoints_around_several_stages():
-    model = alive("resnet")
-    x = images(64, 64)
+    model, x, _ = alive("resnet")
     weights = list(model.parameters())[:-2]
     features = stem(model, x)
     two = nn.Sequential(model.layer2, model.layer3)
@@ -266,9 +262,8 @@ def test_checkpoints_around_several_stages():
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_tensor_of_another_forward_brings_no_maps_of_it(name):
     """An output kept from one image replaces that of another: the maps are the running forward's, as with a copy."""
-    model = alive(name).requires_grad_(False)
-    first = NETWORKS[name][2][0]
-    x = NETWORKS[name][1]()
+    model, x, (first, _) = alive(name)
+    model.requires_grad_(False)
     other = x.flip(0) if name == "bert" else x.flip(3)
     kept = []
     hook = model.get_submodule(first).register_forward_hook(lambda _, args, y: kept.append(y))

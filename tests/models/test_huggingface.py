@@ -927,7 +927,7 @@ def test_a_chain_begins_anew_where_there_are_other_heads_or_another_stage(heads)
 
 
 @torch.no_grad()
-def test_causal_layers_without_their_mask_are_refused():
+def test_causal_layers_without_their_mask_take_what_needs_none():
     """AIMv2's text tower reads later tokens where it gets no mask."""
     model = model_of("Aimv2Text", **TEXT)
     words = torch.randint(3, 50, (2, 9))
@@ -972,7 +972,6 @@ def without_its_evolution():
 
 
 SWIN = dict(image_size=32, patch_size=4, embed_dim=16, depths=[2], num_heads=[2], window_size=4)
-EMBEDDED = "needs patches of an image"
 CAUSAL_FORM = "has no form for the causal attention of"
 FOLLOW = "layer 2 of the chain must follow layer 1"
 UNKNOWN = (
@@ -982,7 +981,7 @@ HEADS = [1, 2, 2, 4]
 deep = partial(pyramid, [2] * 4, HEADS)
 REFUSED = [  # network, options of `evolve`, reason
     (deep, {"kind": "xsa"}, "each query's own value, got .* queries and .* keys"),
-    (deep, {"kind": "conv2d"}, EMBEDDED),
+    (deep, {"kind": "conv2d"}, "needs patches of an image"),
     (partial(pyramid, [1] * 4, HEADS), {}, "prev_logits of shape .* required, got"),
     # layers that call attention twice
     *product([partial(model_of, "DiffLlama", **LLAMA)], [{}, {"kind": "residual"}], [FOLLOW]),
@@ -993,19 +992,31 @@ REFUSED = [  # network, options of `evolve`, reason
         "a grid of 4x4 patches required, got 2 tokens",
     ),
     (partial(build, "t5gemma2"), {}, "needs a mask that hides only padding"),
-    (partial(build, "gemma2"), {"kind": "residual"}, "not support 'attn_logit_softcapping', which"),
-    (partial(build, "gpt_oss"), {"kind": "residual"}, "do not support 'sinks', which GptOss"),
+    (
+        partial(build, "gemma2"),
+        {"kind": "residual"},
+        "not support 'attn_logit_softcapping', which Gemma2Attention",
+    ),
+    (
+        partial(build, "gpt_oss"),
+        {"kind": "residual"},
+        "do not support 'sinks', which GptOssAttention has",
+    ),
     (partial(model_of, "DebertaV2", **TEXT), {}, UNKNOWN),
     (partial(model_of, "Swin", **SWIN), {}, "window|no attention layer"),
     (partial(create, "bart", encoder_layerdrop=0.1), {}, "layerdrop must be 0"),
     (lambda: evolve(create("vit")), {}, "evolve already"),
     (without_its_evolution, {}, "names an evolution whose weights it lacks"),
-    *product(
-        [partial(create, "bert"), lambda: siglip2()[0]],
-        [{"kind": None, "token_conv": True}, {"kind": "conv2d", "token_conv": True}],
-        [EMBEDDED],
+    (
+        partial(create, "bert"),
+        {"kind": None, "token_conv": True},
+        "token_conv needs patches of an image",
     ),
-    (lambda: siglip2()[0], {"kind": "conv2d"}, f"{EMBEDDED}, embedded by a Conv2d"),
+    *product(
+        [lambda: siglip2()[0]],
+        [{"kind": None, "token_conv": True}, {"kind": "conv2d"}],
+        ["needs patches of an image, embedded by a Conv2d"],
+    ),
     (partial(create, "t5"), {"start": "paper", "alpha": 0.1}, "leave alpha out, got 0.1"),
     *[
         (partial(create, name), {"kind": kind}, CAUSAL_FORM)

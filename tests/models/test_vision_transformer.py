@@ -10,7 +10,6 @@ import safetensors.torch
 import timm
 import torch
 from timm.models.vision_transformer import VisionTransformer
-from timm.optim import create_optimizer_v2
 from torch import nn
 from torch.testing import assert_close
 
@@ -18,7 +17,7 @@ import ea_vision
 import ea_vision.ops as ops
 from ea_vision.layers import evolution_class, learnable_gates
 from ea_vision.models import get_network, list_networks
-from tests.models.zoo import TINY, assert_compiles_and_exports, idle, images, stepped
+from tests.models.zoo import TINY, assert_compiles_and_exports, groups_of, idle, images, stepped
 from tests.refused import refused
 
 NAMES = list_networks("vision_transformer")
@@ -290,10 +289,7 @@ def test_compiles_in_one_graph_and_exports_with_any_batch_size():
 
 def test_layer_decay_and_weight_decay_are_timms():
     model = tiny(learnable="per_head")
-    optimizer = create_optimizer_v2(model, opt="adamw", lr=1e-3, weight_decay=0.05, layer_decay=0.5)
-    group_of = {}
-    for group in optimizer.param_groups:
-        group_of.update(dict.fromkeys(group["params"], group))
+    group_of = groups_of(model, layer_decay=0.5)
     for number, block in enumerate(model.blocks):
         assert len({group_of[p]["lr_scale"] for p in block.parameters()}) == 1, number
     for block in model.blocks[1:]:

@@ -8,6 +8,7 @@ from unittest import mock
 import timm
 import torch
 from timm.models import create_feature_extractor, get_graph_node_names
+from timm.optim import create_optimizer_v2
 from torch._dynamo.testing import CompileCounter
 from torch.testing import assert_close
 
@@ -132,6 +133,12 @@ def side(name):
 def sample(name, batch=2):
     """Small images for a network."""
     return images(side(name), side(name), batch)
+
+
+def groups_of(model, **options):
+    """The group of timm's AdamW in which each parameter is."""
+    optimizer = create_optimizer_v2(model, opt="adamw", lr=1e-3, weight_decay=0.05, **options)
+    return {p: group for group in optimizer.param_groups for p in group["params"]}
 
 
 def layers_of(model):

@@ -445,7 +445,7 @@ def test_default_figures_fit_a_page_and_say_what_they_leave_out():
     assert "of 6 layers" not in texts_of(plot_heatmap(model, PHOTO, layers="1-6", heads=0))
 
 
-def test_logits_are_scaled_by_row(wide):
+def test_logits_are_scaled_by_row():
     recording = record(small(EA, alpha=0.5), PARTS, 3)
     figure = draw_strip(recording, [2, 3], 1, (5, 9))
     logits = [axes for axes in tiles_of(figure) if len(axes.images) == 1]
@@ -580,7 +580,7 @@ def test_the_numbers_of_statistics(run, photo, tmp_path):
         assert 0 < float(row["entropy_nats"]) <= np.log(16) + 1e-5
 
 
-def test_training_goes_through_the_epochs_in_order(run, photo, tmp_path):
+def test_training_goes_through_the_epochs_in_order(run):
     """Checkpoints of epochs 1 and 2, snapshots of 2 and 4: one column per epoch."""
     figure = plot_strip(str(run), PHOTO, layers="1,2", head=0, query=(5, 9), through="checkpoints")
     assert titles_of(figure) == ["epoch 1", "epoch 2", "epoch 4"]
