@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     images = [model.input_of(read_image(path)) for path in paths]
     images = images or list(model.preparation.normalize(noise))
     about = About(
-        model.label,
+        name=model.label,
         **asdict(model.preparation),
         num_classes=model.num_classes,
         classes=model.classes,

@@ -117,12 +117,15 @@ def find_objects(
         {"--top": args.top},
         f"applies to classes of images, and {args.model} finds objects (--min-score chooses among them)",
     )
-    from ea_vision.detection.coco import results_of  # a classifier does without the room
+    # a classifier does without the room
+    from ea_vision.detection.coco import results_of
+    from ea_vision.detection.predict import detect
 
     least = MIN_SCORE if args.min_score is None else args.min_score
     if not 0 <= least <= 1:
         raise UsageError(f"--min-score must be a number from 0 to 1, got {least}")
-    pictures = _pictures(args.output or "", images)
+    names = [f"{number}-{Path(path).stem}.png" for number, path in enumerate(images, start=1)]
+    pictures = [Path(args.output or "", name.replace(":", "-")) for name in names]
     if args.output:
         from ea_vision.detection.draw import draw_detections  # it needs matplotlib's fonts
 
@@ -131,7 +134,7 @@ def find_objects(
     for path, picture in zip(images, pictures, strict=True):
         try:
             image = read_image(path)
-            [detections] = loaded.detect([image])
+            [detections] = detect(loaded.model, [image])
         except UsageError as error:
             yield str(error), "", []
         except FloatingPointError as error:
@@ -153,15 +156,6 @@ def find_objects(
                 f"{path}: {named or 'nothing found'}",
                 results_of(path, detections, loaded.category_ids),
             )
-
-
-def _pictures(folder: str, images: Sequence[str]) -> list[Path]:
-    """Return the file in a folder where each image's objects are drawn."""
-    files = []
-    for number, path in enumerate(images, start=1):
-        name = f"{number}-{Path(path).stem}.png"
-        files.append(Path(folder) / name.replace(":", "-"))
-    return files
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -87,7 +87,14 @@ def main(argv: list[str] | None = None) -> int:
         return (images / 255 - channel_mean) / channel_std
 
     program = export_program(model, SIZE)
-    about = About(args.model, SIZE, mean, std, 1.0, "bilinear", model.num_classes, data.classes)
+    about = About(
+        SIZE,
+        mean=mean,
+        std=std,
+        name=args.model,
+        num_classes=model.num_classes,
+        classes=data.classes,
+    )
     every = len(data.train.images) // 128
     sample = data.train.images[::every][:128]
     photos = list(normalised(sample).split(1))

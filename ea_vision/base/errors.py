@@ -8,6 +8,19 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
+from textwrap import shorten
+
+# Exceptions that libraries raise for values and files that they refuse.
+REFUSALS = (
+    ValueError,
+    TypeError,
+    AssertionError,
+    RuntimeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    OSError,
+)
 
 
 class UsageError(ValueError):
@@ -42,6 +55,18 @@ def extra_required(what: str, packages: str, extra: str) -> Iterator[None]:
         raise UsageError(
             f"{what} needs {packages}, not installed ({error}): pip install {packages} (the extra {extra})"
         ) from error
+
+
+@contextmanager
+def as_usage_error(problem: str, kinds=REFUSALS) -> Iterator[None]:
+    """Turn errors of these kinds into a UsageError of one line: `problem`, and after a colon what they say."""
+    try:
+        yield
+    except (UsageError, RunError):
+        raise
+    except kinds as error:
+        reason = shorten(str(error), 400) or type(error).__name__
+        raise UsageError(f"{problem}: {reason}") from error
 
 
 class CommandParser(argparse.ArgumentParser):

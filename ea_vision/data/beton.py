@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ea_vision.base.errors import UsageError
+from ea_vision.base.errors import UsageError, as_usage_error
 from ea_vision.base.files import write_json
 from ea_vision.data.image_files import check_classes, fingerprint
 
@@ -65,12 +65,10 @@ def read_tables(path: Path) -> Tables:
     Raises:
         UsageError: FFCV is not installed, or the file is missing, of another kind or incomplete.
     """
-    reader_module = require_ffcv("ffcv.reader")
-    try:
-        reader = reader_module.Reader(str(path))
+    # the reader raises many kinds on other bytes
+    with as_usage_error(f"{path} is not a whole .beton file", Exception):
+        reader = require_ffcv("ffcv.reader").Reader(str(path))
         kinds = [type(field).__name__ for field in reader.handlers.values()]
-    except Exception as error:  # the reader raises many kinds on other bytes
-        raise UsageError(f"{path} is not a whole .beton file: {error}") from error
     sizes = np.sort(reader.alloc_table, order="sample_id")["size"]
     # The sizes come last in the file.
     if kinds != FIELDS or len(sizes) != reader.num_samples:
@@ -106,13 +104,9 @@ def read_about(path: Path, tables: Tables) -> tuple[list[str], Evaluated | None]
         UsageError: write-ffcv did not write it, it belongs to other tables than these, or one of the files is damaged.
     """
     file = sidecar(path)
-    try:
+    with as_usage_error(f"{file} must be a file as write-ffcv writes it ({_ADVICE})"):
         about = json.loads(file.read_text(encoding="utf-8"))
         fits = about["fingerprint"] == tables.fingerprint(about)
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        raise UsageError(
-            f"{file} is required as ea-vision write-ffcv writes it, and cannot be read ({error!r}): {_ADVICE}"
-        ) from error
     if not fits:
         raise UsageError(
             f"{path} and {file.name} do not belong together, or one of them is damaged (the fingerprint "

@@ -9,9 +9,10 @@ import csv
 import io
 import re
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 
-from ea_vision.base.errors import UsageError, extra_required
+from ea_vision.base.errors import UsageError, as_usage_error, extra_required
 
 NAME = re.compile(r"((?:.*/)?)ILSVRC2012_val_(\d{8})\.jpe?g", re.IGNORECASE)  # folder, number
 FOLDERS_UP = 5  # ROOT/ILSVRC/Data/CLS-LOC/val, with Kaggle's file in ROOT
@@ -40,32 +41,26 @@ def labels_of(source: Path, names: list[str]) -> list[str]:
     Raises:
         UsageError: no label file, or one that is damaged or does not name every image.
     """
-    path = _label_file(source)
+    path, read = _label_file(source)
     if path is None:
         raise UsageError(
             f"{source} has ILSVRC's validation images without class folders: {' or '.join(READERS)} is "
             "required in it, beside it or above it, got none of them"
         )
-    [read] = [READERS[pattern] for pattern in READERS if path.match(pattern)]
-    try:
+    problem = f"{path} cannot be read as labels of the {len(names)} images of {source}"
+    with as_usage_error(problem, Exception):  # csv, scipy and tarfile raise many kinds
         class_of_number = read(path)
         numbers = [int(NAME.fullmatch(name)[2]) for name in names]
         return [class_of_number[number] for number in numbers]
-    except Exception as error:  # csv, scipy and tarfile raise many kinds on damaged files
-        raise UsageError(
-            f"{path} cannot be read as labels of the {len(names)} images of {source}: "
-            f"{type(error).__name__} {error}"
-        ) from error
 
 
-def _label_file(source: Path) -> Path | None:
-    """Return the first file of labels in a source, beside it or above it."""
+def _label_file(source: Path) -> tuple[Path | None, Callable[[Path], dict[int, str]] | None]:
+    """Return the first file of labels in a source, beside it or above it, and its reader."""
     for folder in (source, *source.absolute().parents[:FOLDERS_UP]):
-        for pattern in READERS:
-            files = sorted(folder.glob(pattern))
-            if files:
-                return files[0]
-    return None
+        for pattern, read in READERS.items():
+            for path in sorted(folder.glob(pattern)):
+                return path, read
+    return None, None
 
 
 def _solution(path: Path) -> dict[int, str]:

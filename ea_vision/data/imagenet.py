@@ -134,42 +134,6 @@ def _begin_worker(_number: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-class _Workers:
-    """The processes that decode images of one size. They start once: each call of `decoded` gives them other batches.
-
-    Args:
-        count: 0: this process decodes. pinned: whether batches are copied into pinned memory.
-    """
-
-    def __init__(self, decoder: Decoder, img_size: int, count: int, pinned: bool):
-        self.img_size = img_size
-        self._batches: list[
-            np.ndarray
-        ] = []  # a batch sampler, which torch reads anew for each iteration
-        worker_options = {}
-        if count:
-            worker_options["prefetch_factor"] = AHEAD
-            worker_options["multiprocessing_context"] = start_method()
-            worker_options["timeout"] = STUCK_SECONDS
-            worker_options["persistent_workers"] = True
-        self._loader = DataLoader(
-            decoder,
-            batch_sampler=self._batches,
-            num_workers=count,
-            collate_fn=_as_decoded,
-            pin_memory=pinned,
-            worker_init_fn=_begin_worker,
-            # A generator of its own, since the trainer's random state is part of its checkpoints.
-            generator=torch.Generator(),
-            **worker_options,
-        )
-
-    def decoded(self, batches: list[np.ndarray]) -> Iterator[Decoded]:
-        """Return the decoder's result for each batch, in order."""
-        self._batches[:] = batches
-        return iter(self._loader)
-
-
 class DecodingLoader(Loader):
     """Base of all loaders that decode images as they are needed. For other images, or other ways to decode them, a
     subclass overrides `_decoder`, `_decoded`, `_pixels` or `_batch`.
@@ -195,7 +159,9 @@ class DecodingLoader(Loader):
         self.img_size = img_size
         self.workers = self._default_workers() if workers < 0 else workers
         self.bad_images = bad_images
-        self._workers: _Workers | None = None  # start with the first batch
+        self._loader: DataLoader | None = None  # torch's, for images of one size
+        self._loader_size = img_size
+        self._batches: list[np.ndarray] = []  # its sampler, which torch reads for each iteration
 
     def _default_workers(self) -> int:
         most = min(MOST_BY_DEFAULT, usable_cpus())
@@ -206,20 +172,43 @@ class DecodingLoader(Loader):
 
     def _decoded(self, batches: list[np.ndarray], img_size: int) -> Iterator[Decoded]:
         """Yield the decoder's result for each batch of rows (seed, index), in order."""
-        if self._workers is None or self._workers.img_size != img_size:
+        if self._loader is None or self._loader_size != img_size:
             self.close()
             if self.workers and self.world_size > 1 and self.device.type == "cpu":
                 # After a collective gloo's threads enter the interpreter to drop its tensors. A worker that is forked
                 # at that moment waits for ever for the interpreter's list of threads.
                 time.sleep(GLOO_SECONDS)
-            pinned = pins_memory(self.device)
-            self._workers = _Workers(self._decoder(img_size), img_size, self.workers, pinned)
+            self._loader = self._torch_loader(img_size)
+            self._loader_size = img_size
+        self._batches[:] = batches
         with workers_watched() if self.workers else nullcontext():
-            yield from self._workers.decoded(batches)
+            yield from self._loader
+
+    def _torch_loader(self, img_size: int) -> DataLoader:
+        """Return torch's loader, which starts its workers once: each iteration has other batches."""
+        worker_options = {}
+        if self.workers:
+            worker_options = {
+                "prefetch_factor": AHEAD,
+                "multiprocessing_context": start_method(),
+                "timeout": STUCK_SECONDS,
+                "persistent_workers": True,
+            }
+        return DataLoader(
+            self._decoder(img_size),
+            batch_sampler=self._batches,
+            num_workers=self.workers,
+            collate_fn=_as_decoded,
+            pin_memory=pins_memory(self.device),
+            worker_init_fn=_begin_worker,
+            # A generator of its own, since the trainer's random state is part of its checkpoints.
+            generator=torch.Generator(),
+            **worker_options,
+        )
 
     def close(self) -> None:
         """End the worker processes."""
-        self._workers = None  # torch's iterator ends them when it is deleted
+        self._loader = None  # torch's iterator ends them when it is deleted
 
     def _show(self, batches: list[np.ndarray], img_size: int) -> Iterator[Batch]:
         """Yield the batches of these rows of (seed, index), in order."""

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from ea_vision.base.errors import UsageError, extra_required
+from ea_vision.base.errors import UsageError, as_usage_error, extra_required
 from ea_vision.base.files import cache_root
 from ea_vision.data.decoding import BrokenImage
 from ea_vision.data.image_files import ImageFiles, fingerprint
@@ -131,14 +131,12 @@ def _load_torchvision(name: str, root: Path, scaling: Scaling, download: bool) -
     from torchvision import datasets
 
     read = getattr(datasets, name.upper())
-    try:
+    problem = (
+        f"{name} cannot be read from {root} (--download fetches it, folder reads tars and folders)"
+    )
+    with as_usage_error(problem):
         train = read(str(root), train=True, download=download)
         test = read(str(root), train=False, download=download)
-    except (RuntimeError, OSError) as error:
-        raise UsageError(
-            f"{name} cannot be read from {root}: {error} (--download fetches it; --dataset folder reads "
-            "tars and folders)"
-        ) from error
     return DataSet(
         _of_torchvision(train, f"{name} train", scaling),
         _of_torchvision(test, f"{name} test", scaling),

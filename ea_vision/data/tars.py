@@ -9,7 +9,7 @@ import tarfile
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from ea_vision.base.errors import UsageError
+from ea_vision.base.errors import UsageError, as_usage_error
 from ea_vision.data.image_names import IMAGE_SUFFIXES, hidden_part, is_image_name, may_be_folder
 
 BLOCK = tarfile.BLOCKSIZE
@@ -62,15 +62,13 @@ def _list_archive(path: Path, file: BinaryIO, start: int, end: int) -> dict[str,
     """Return the files of the tar in bytes `start` to `end` of a file."""
     files: dict[str, Span] = {}
     file.seek(start)
-    try:
+    with as_usage_error(f"{path} is not a readable, uncompressed tar", tarfile.TarError):
         with tarfile.open(fileobj=file, mode="r:") as tar:
             member = tar.next()
             while member is not None and tar.offset <= end:
                 tar.members.clear()  # it would keep them all
                 _add(files, path, member)
                 member = tar.next()
-    except tarfile.TarError as error:
-        raise UsageError(f"{path} is not a readable, uncompressed tar: {error}") from error
     file.seek(tar.offset)
     if tar.offset >= end or file.read(BLOCK) != bytes(BLOCK):
         # tarfile takes a damaged header for the end

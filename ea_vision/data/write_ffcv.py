@@ -9,7 +9,6 @@ import math
 import os
 import socket
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,14 +63,9 @@ def write_beton(
     columns = {"image": fields.RGBImageField(), "label": fields.IntField()}
     writer = require_ffcv("ffcv.writer").DatasetWriter(str(temporary), columns)
     encoder = _Encoder(source, max_size, 0.0 if evaluated else jpeg_share, evaluated)
-    # FFCV's rows: an image's mode, width, height and place; its label
-    rows = np.zeros(len(source), writer.metadata_type)
-
-    def encode(index: int) -> np.ndarray | bytes:
-        return encoder.encode(index, rows[index : index + 1])
-
+    encoder.rows = np.zeros(len(source), writer.metadata_type)
     try:
-        _write(writer, rows, encode, workers)
+        _write(writer, encoder, workers)
         if encoder.broken:
             raise UsageError(
                 f"{len(encoder.broken)} of {len(source)} images cannot be decoded, repair or remove them: "
@@ -106,7 +100,10 @@ class _Encoder:
 
     Attributes:
         broken: the images that cannot be decoded, and why.
+        rows: FFCV's table: an image's mode, width, height and place; its label.
     """
+
+    rows: np.ndarray
 
     def __init__(
         self, source: ImageFiles, max_size: int, jpeg_share: float, evaluated: Evaluated | None
@@ -120,8 +117,9 @@ class _Encoder:
         self.scaling = Scaling.cropped(*evaluated) if evaluated else None
         self.broken: list[str] = []
 
-    def encode(self, index: int, row: np.ndarray) -> np.ndarray | bytes:
-        """Return the bytes to store for an image (none for a broken one), and fill its row (1,) except the place."""
+    def encode(self, index: int) -> np.ndarray | bytes:
+        """Return the bytes to store for an image (none for a broken one), and fill its row except the place."""
+        row = self.rows[index : index + 1]
         stored: list[np.ndarray] = []
 
         def reserve(size: int) -> tuple[int, np.ndarray]:
@@ -142,11 +140,10 @@ class _Encoder:
         return stored[0]
 
 
-def _write(
-    writer, rows: np.ndarray, encode: Callable[[int], np.ndarray | bytes], workers: int
-) -> None:
-    """Write the images that threads `encode`, in order, with FFCV's header and tables. No image crosses the border of a
+def _write(writer, encoder: _Encoder, workers: int) -> None:
+    """Write the images, encoded by threads, in order, with FFCV's header and tables. No image crosses the border of a
     page. (The processes of FFCV's own writer would wait for ever if one of them fails.)"""
+    rows = encoder.rows
     writer.num_samples = len(rows)
     writer.prepare()
     writer.metadata_sm.unlink()  # threads need no shared memory
@@ -156,7 +153,7 @@ def _write(
     parts = math.ceil(len(rows) / (AHEAD * workers))
     with open(writer.fname, "r+b") as file, ThreadPoolExecutor(workers) as pool:
         for numbers in np.array_split(np.arange(len(rows)), parts):
-            encoded = pool.map(encode, numbers.tolist())
+            encoded = pool.map(encoder.encode, numbers.tolist())
             for index, stored in zip(numbers.tolist(), encoded, strict=True):
                 if index and not index % 10_000:
                     print(f"{index:,} of {len(rows):,} images", file=sys.stderr)

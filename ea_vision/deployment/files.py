@@ -20,33 +20,24 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ea_vision.base.errors import UsageError
+from ea_vision.base.errors import UsageError, as_usage_error
 from ea_vision.base.files import atomic_write
 from ea_vision.deployment.deploy import deploy, example_images
 from ea_vision.ops import Size
+from ea_vision.zoo.preparation import Preparation
 
 SUFFIXES = (".onnx", ".pt2")
 OPSET = 20
 _SEAL = b"\x72\x4a\x0a\x06sha256\x12\x40"  # protobuf: an entry of metadata_props, its key, and 64 letters that follow
 
 
-@dataclass(frozen=True)
-class About:
-    """The metadata of a file: how to prepare an image (timm's terms), and the names of the classes or None.
-
-    Attributes:
-        size: (height, width) in pixels.
-    """
+@dataclass(frozen=True, kw_only=True)
+class About(Preparation):
+    """The metadata of a file: how to prepare an image, the network's name, and the names of the classes or None."""
 
     name: str
-    size: Size
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    crop_pct: float
-    interpolation: str
     num_classes: int
     classes: Sequence[str] | None = None
-    crop_mode: str = "center"
 
 
 def check_packages(path: Path, *names: str) -> None:
@@ -177,18 +168,6 @@ def _open_onnx(path: Path) -> tuple[dict[str, str], Callable[[Tensor], Tensor]]:
     return session.get_modelmeta().custom_metadata_map, run
 
 
-@contextmanager
-def _named(what: str) -> Iterator[None]:
-    """Raise any error as a UsageError of one line: onnxruntime and torch.export have error classes of their own."""
-    try:
-        yield
-    except UsageError:
-        raise
-    except Exception as error:
-        one_line = " ".join(str(error).split())
-        raise UsageError(f"{what} {one_line}") from error
-
-
 class ExportedNetwork(nn.Module):
     """A file of `write` as a network: (B, 3, H, W) -> (B, num_classes), on a CPU.
 
@@ -200,17 +179,18 @@ class ExportedNetwork(nn.Module):
     def __init__(self, path: Path):
         super().__init__()
         check_packages(path, "onnxruntime")
-        with _named(f"cannot read {path}:"):
+        # onnxruntime and torch.export have error classes of their own
+        with as_usage_error(f"cannot read {path}", Exception):
             open_file = _open_program if path.suffix.lower() == ".pt2" else _open_onnx
             metadata, self.run = open_file(path)
-        with _named(f"{path} must be a network that ea-vision export wrote; its metadata lack"):
+        problem = f"{path} must be a network that ea-vision export wrote; its metadata lack"
+        with as_usage_error(problem, Exception):
             about = About(
                 **{field.name: json.loads(metadata[field.name]) for field in fields(About)}
             )
             about = replace(about, size=tuple(about.size))
-        with _named(
-            f"{path} says that it takes images {(3, *about.size)} and gives logits, and its network refuses:"
-        ):
+        problem = f"{path} says that it takes images {(3, *about.size)} and gives logits, and its network refuses"
+        with as_usage_error(problem, Exception):
             self.run(torch.zeros(1, 3, *about.size))
         self.about = about
         self.num_classes = about.num_classes

@@ -43,7 +43,7 @@ class CocoFolder(Dataset):
     """
 
     def __init__(self, root: str | Path, split: str):
-        self.folder, self.json = find_coco(Path(root), split)
+        self.folder, self.json = find_coco(root, split)
         self.name = str(self.json)
         content = read_coco(self.json)
         self.images = content["images"]
@@ -193,12 +193,17 @@ def results_of(
     return rows
 
 
-def find_coco(root: Path, split: str) -> tuple[Path, Path]:
+def find_coco(root: str | Path, split: str) -> tuple[Path, Path]:
     """Return (folder of images, JSON) of a split; see `CocoFolder`.
 
     Raises:
         UsageError: they do not exist.
     """
+    if not root:
+        raise UsageError(
+            "no images: --data-dir is required, a folder with train/, val/, train.json and val.json"
+        )
+    root = Path(root)
     places = [(root / split, root / f"{split}.json")]
     for year in COCO_YEARS:
         json_file = root / "annotations" / f"instances_{split}{year}.json"

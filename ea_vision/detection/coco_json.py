@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ea_vision.base.errors import UsageError
+from ea_vision.base.errors import UsageError, as_usage_error
 
 MOST = 2**53  # the largest number that every JSON reader represents exactly
 ABSENT = ...  # stands for a field that an entry lacks
@@ -26,29 +26,13 @@ def _is_whole(value: Any) -> bool:
     return type(value) is int and abs(value) <= MOST
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_size(value: Any) -> bool:
-    return _is_whole(value) and value > 0
-
-
-def _is_area(value: Any) -> bool:
-    return _is_number(value) and value >= 0
-
-
-def _is_flag(value: Any) -> bool:
-    return type(value) is int and value in (0, 1)
-
-
 def _is_box(value: Any) -> bool:
     return isinstance(value, list) and len(value) == 4 and all(map(_is_number, value))
 
 
 WHOLE = Field("a whole number", _is_whole)
-TEXT = Field("a text", _is_text)
-PIXELS = Field("a positive whole number of pixels", _is_size)
+TEXT = Field("a text", lambda value: isinstance(value, str))
+PIXELS = Field("a positive whole number of pixels", lambda value: _is_whole(value) and value > 0)
 OPTIONAL = ("area", "iscrowd")
 OWNERS = {"image_id": "images", "category_id": "categories"}
 # The fields that are read.
@@ -59,8 +43,8 @@ FIELDS = {
         "image_id": WHOLE,
         "category_id": WHOLE,
         "bbox": Field("four numbers: x, y, width, height in pixels", _is_box),
-        "area": Field("a number of at least 0", _is_area),
-        "iscrowd": Field("0 or 1", _is_flag),
+        "area": Field("a number of at least 0", lambda value: _is_number(value) and value >= 0),
+        "iscrowd": Field("0 or 1", lambda value: type(value) is int and value in (0, 1)),
     },
 }
 
@@ -71,10 +55,8 @@ def read_coco(path: Path) -> dict[str, list[dict]]:
     Raises:
         UsageError: it cannot be read or is damaged; the message says where.
     """
-    try:
+    with as_usage_error(f"{path} is damaged: it is not valid JSON"):
         content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is damaged: it is not valid JSON ({error})") from error
     ids: dict[str, set[int]] = {part: set() for part in FIELDS}
     parts = {}
     for part in FIELDS:

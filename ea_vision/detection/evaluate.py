@@ -163,7 +163,7 @@ def evaluate(
             for target, one in zip(targets, detected, strict=True):
                 one = found_in_original(one, target["size"], pixels.shape[-1])
                 results += results_of(target["image_id"], one, source.category_ids)
-    ids = sorted(_joined(world.gather(ids)))
+    ids = sorted(chain.from_iterable(world.gather(ids)))
     truth = source.ground_truth(ids)
     if all(row["iscrowd"] for row in truth["annotations"]):
         raise RunError(
@@ -171,11 +171,7 @@ def evaluate(
             "no box"
         )
     # the same order on any number of processes
-    results = sorted(_joined(world.gather(results)), key=lambda row: str(row["image_id"]))
+    everywhere = chain.from_iterable(world.gather(results))
+    results = sorted(everywhere, key=lambda row: str(row["image_id"]))
     measures, per_class = coco_metrics(truth, results)
     return DetectionResult(len(ids), measures, per_class, results, len(source) - len(ids))
-
-
-def _joined(lists: list[list]) -> list:
-    """Return the items of all processes' lists."""
-    return list(chain.from_iterable(lists))

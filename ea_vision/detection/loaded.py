@@ -1,14 +1,10 @@
 """Detectors at the door: how a run of train-detection is built again, and how its images are prepared."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from PIL import Image
-from torch import Tensor
-
 from ea_vision.detection.model import Detector, create_detector
-from ea_vision.detection.predict import detect
 from ea_vision.detection.transforms import Fitted
 from ea_vision.zoo.create import Kind, register_kind
 from ea_vision.zoo.loaded import LoadedModel
@@ -25,10 +21,6 @@ class DetectorModel(LoadedModel):
 
     category_ids: Sequence[int] = ()
     classifies = False
-
-    def detect(self, images: Iterable[Image.Image]) -> Iterator[dict[str, Tensor]]:
-        """Find objects in RGB images of any size, in their order; see `ea_vision.detection.predict.detect`."""
-        return detect(self.model, images)
 
 
 def _create(name: str, *, pretrained: bool = False, **kwargs: Any) -> Detector:

@@ -4,16 +4,13 @@ The data folder has train/ and val/ with images, and train.json and val.json (or
 Started by torchrun it runs on several GPUs or machines; the same command continues a run that was interrupted.
 """
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
 from ea_vision.base.errors import UsageError
@@ -25,20 +22,7 @@ from ea_vision.detection.loaders import BoxEvalLoader, BoxTrainLoader
 from ea_vision.detection.model import Detector, create_detector
 from ea_vision.detection.transforms import eval_transform, train_transform
 from ea_vision.engine import run
-from ea_vision.engine.config import (
-    AUGMENT,
-    DATA,
-    EVALUATION,
-    LENGTH,
-    LOSS,
-    MODEL,
-    OPTIMISER,
-    RATE,
-    RUN,
-    StreamConfig,
-    option,
-    setting,
-)
+from ea_vision.engine.config import StreamConfig, option, setting
 from ea_vision.engine.data_module import DataModule
 from ea_vision.engine.evaluate import autocast
 from ea_vision.engine.train import Trainer
@@ -54,7 +38,6 @@ EXAMPLES = """\
   ea-vision train-detection --evaluate runs/detection-aa_resnet50 --data-dir COCO
 """
 KIND = "detection"  # `task` in the `about` section of config.yaml
-log = logging.getLogger("ea_vision.detection.train")
 
 
 @dataclass
@@ -64,65 +47,68 @@ class DetectionConfig(StreamConfig):
     model: str = option(
         "aa_resnet50",
         "registered timm model, ours or timm's, with features at strides 8, 16 and 32",
-        MODEL,
+        "model",
     )
     model_kwargs: dict = option(
         {},
         "further keywords of the detector (fpn_channels, head_convs, min_head_qk, "
         "score_thresh, ...) and of its backbone, as key=value ...",
-        MODEL,
+        "model",
     )
     recipe: str = setting(
-        "coco_aa_retinanet", "name in ea_vision/recipes, a YAML file, or none", RUN
+        "coco_aa_retinanet", "name in ea_vision/recipes, a YAML file, or none", "run"
     )
-    pretrained: bool = option(False, "begin with timm's weights of the backbone", MODEL)
+    pretrained: bool = option(False, "begin with timm's weights of the backbone", "model")
     pretrained_path: str = setting(
         "",
         "begin with the weights of a file or run folder of classification instead, "
         "for the backbone",
-        MODEL,
+        "model",
     )
-    output: str = setting("", "the run's own folder; empty: runs/detection-MODEL", RUN)
+    output: str = setting("", "the run's own folder; empty: runs/detection-MODEL", "run")
     data_dir: str = setting(
-        "", "folder with train/, val/, train.json and val.json, or COCO's own", DATA
+        "", "folder with train/, val/, train.json and val.json, or COCO's own", "data"
     )
-    batch_size: int = setting(8, "images per process and step", LENGTH, minimum=1)
+    batch_size: int = setting(8, "images per process and step", "length and batch", minimum=1)
     eval_batch_size: int = option(
-        8, "images per process and evaluation step", EVALUATION, minimum=1
+        8, "images per process and evaluation step", "evaluation", minimum=1
     )
     opt: str = option(
         "momentum",
         "timm optimiser, also lookahead_NAME (sgd: with Nesterov momentum; momentum: with plain "
         "momentum)",
-        OPTIMISER,
+        "optimiser",
     )
-    lr: float = option(0.01, "peak learning rate, per update", RATE)
+    lr: float = option(0.01, "peak learning rate, per update", "learning rate")
     weight_decay: float = option(
-        1e-4, "weight decay (not of norms, biases and position tables)", OPTIMISER
+        1e-4, "weight decay (not of norms, biases and position tables)", "optimiser"
     )
     img_size: int = option(
         640,
         "side in pixels, a multiple of 32, of the square that images are scaled into",
-        DATA,
+        "data",
         minimum=32,
     )
     anchors: int = option(
-        6, "anchor boxes per location of the pyramid, 6 or 9", MODEL, minimum=6, maximum=9
+        6, "anchor boxes per location of the pyramid, 6 or 9", "model", minimum=6, maximum=9
     )
-    gamma: float = option(1.5, "of the focal loss", LOSS)
+    gamma: float = option(1.5, "of the focal loss", "loss")
     box_loss: str = option(
         "l1",
         "loss of boxes; huber: of the AA paper's code, weighted 50",
-        LOSS,
+        "loss",
         choices=("l1", "smooth_l1", "huber"),
     )
     head_norm: str = option(
-        "none", "norms in pyramid and heads, one for each level", MODEL, choices=("none", "batch")
+        "none", "norms in pyramid and heads, one for each level", "model", choices=("none", "batch")
     )
     scale_min: float = option(
-        0.8, "training: smallest longer side of an image, in units of img_size", AUGMENT, above=0.0
+        0.8,
+        "training: smallest longer side of an image, in units of img_size",
+        "augmentation",
+        above=0.0,
     )
-    scale_max: float = option(1.2, "training: its largest longer side", AUGMENT, above=0.0)
+    scale_max: float = option(1.2, "training: its largest longer side", "augmentation", above=0.0)
 
     def __post_init__(self):
         super().__post_init__()
@@ -167,14 +153,6 @@ class DetectionTrainer(Trainer):
         return sum(model(images, targets).values())
 
 
-def require_folder(config: DetectionConfig) -> None:
-    """Raise UsageError if --data-dir is empty."""
-    if not config.data_dir:
-        raise UsageError(
-            "no images: --data-dir is required, a folder with train/, val/, train.json and val.json"
-        )
-
-
 class CocoDetection(DataModule):
     """Images with boxes in COCO's format, read as they are needed."""
 
@@ -189,7 +167,6 @@ class CocoDetection(DataModule):
     def __init__(self, config: DetectionConfig, world: World, training: bool):
         super().__init__(config, world, training)
         require_pycocotools()
-        require_folder(config)
         self.test = CocoFolder(config.data_dir, "val")
         self.classes = self.test.classes
         self.fingerprint = self.test.fingerprint()
@@ -204,9 +181,8 @@ class CocoDetection(DataModule):
 
     @classmethod
     def check_places(cls, config: DetectionConfig) -> None:
-        require_folder(config)
         for split in ("train", "val"):
-            find_coco(Path(config.data_dir), split)
+            find_coco(config.data_dir, split)
 
     def create_model(self) -> tuple[nn.Module, dict]:
         """Return the detector, and the keywords with which `create_detector` builds it."""
@@ -232,7 +208,6 @@ class CocoDetection(DataModule):
                 config.model_kwargs,
                 fixed=fixed,
                 optional=config.optional_kwargs,
-                notice=log.info,
             )
         except UsageError as error:
             if "size mismatch" in str(error):
@@ -242,8 +217,6 @@ class CocoDetection(DataModule):
                     "--model-kwargs min_head_qk=20 gives a detector the same"
                 ) from error
             raise
-        except (SafetensorError, UnpicklingError) as error:
-            raise UsageError(f"weights {config.pretrained_path} cannot be read: {error}") from error
 
     def train_loader(self, **keywords) -> BoxTrainLoader:
         config = self.config

@@ -1,7 +1,6 @@
 """What training a classifier adds to the engine: its options, its loss, its evaluation."""
 
 import logging
-import math
 from dataclasses import dataclass
 
 import torch
@@ -11,22 +10,13 @@ from timm.data.random_erasing import RandomErasing
 from timm.loss import BinaryCrossEntropy
 from torch import Tensor, nn
 
-from ea_vision.base.errors import UsageError
-from ea_vision.engine.config import (
-    AUGMENT,
-    EVALUATION,
-    KEPT,
-    LOSS,
-    OPTIMISER,
-    TrainConfig,
-    option,
-    setting,
-)
+from ea_vision.base.errors import UsageError, as_usage_error
+from ea_vision.engine.config import TrainConfig, option, setting
 from ea_vision.engine.data_module import DataModule
 from ea_vision.engine.draw_maps import MapsPictures, check_has_maps
 from ea_vision.engine.evaluate import VIEWS, autocast, evaluate
 from ea_vision.engine.train import Trainer
-from ea_vision.zoo.create import REFUSALS, load_network
+from ea_vision.zoo.create import load_network
 from ea_vision.zoo.preparation import image_statistics, set_image_statistics
 from ea_vision.zoo.source import source_of
 
@@ -38,26 +28,26 @@ class ClassificationConfig(TrainConfig):
     """The options of trainers of classifiers."""
 
     linear_probe: bool = option(
-        False, "train the classifier alone; the rest of the network stays as it begins", OPTIMISER
+        False, "train the classifier alone; the rest of the network stays as it begins", "optimiser"
     )
     layer_decay: float = option(
         1.0,
         "timm's layer-wise decay: a layer's learning rate divided by that of the layer above it "
         "(0.65 to 0.9 in fine-tuning); 1: all have the same",
-        OPTIMISER,
+        "optimiser",
         above=0.0,
         maximum=1.0,
     )
     smoothing: float = option(
-        0.1, "label smoothing: part of the target spread over all classes", LOSS, maximum=1.0
+        0.1, "label smoothing: part of the target spread over all classes", "loss", maximum=1.0
     )
     bce_loss: bool = option(
-        False, "binary cross-entropy for each class, instead of softmax cross-entropy", LOSS
+        False, "binary cross-entropy for each class, instead of softmax cross-entropy", "loss"
     )
     bce_target_thresh: float = option(
         0.0,
         "bce_loss: targets above this become 1, the others 0; 0: as they are",
-        LOSS,
+        "loss",
         maximum=1.0,
         goes_with="bce_loss",
     )
@@ -65,20 +55,20 @@ class ClassificationConfig(TrainConfig):
         "",
         "distil from a network (see --evaluate; with fusion=add the plain one, say): half of the loss is "
         "the Kullback-Leibler divergence from its probabilities of the same images; empty: none",
-        LOSS,
+        "loss",
     )
-    mixup: float = option(0.0, "alpha of mixup; 0: off", AUGMENT)
-    cutmix: float = option(0.0, "alpha of cutmix; 0: off", AUGMENT)
+    mixup: float = option(0.0, "alpha of mixup; 0: off", "augmentation")
+    cutmix: float = option(0.0, "alpha of cutmix; 0: off", "augmentation")
     reprob: float = option(
         0.0,
         "random erasing: probability that an image has a rectangle replaced",
-        AUGMENT,
+        "augmentation",
         maximum=1.0,
     )
     remode: str = option(
         "pixel",
         "random erasing: fill; pixel: noise, rand: one random colour, const: the mean",
-        AUGMENT,
+        "augmentation",
         choices=("pixel", "rand", "const"),
         goes_with="reprob",
     )
@@ -86,13 +76,13 @@ class ClassificationConfig(TrainConfig):
         0,
         "epochs between pictures of the attention maps of four images to evaluate on, in RUN/maps, "
         "TensorBoard and Weights & Biases; 0: none",
-        KEPT,
+        "checkpoints and logs",
     )
     tta: str = setting(
         "none",
         "evaluation: average the logits of these views of an image; six: mirrored and shifted by a "
         "pixel (timm's --tta is a number)",
-        EVALUATION,
+        "evaluation",
         choices=VIEWS,
     )
 
@@ -107,6 +97,11 @@ class ClassificationConfig(TrainConfig):
     @property
     def mixes(self) -> bool:
         return bool(self.mixup or self.cutmix)
+
+    @property
+    def train_sizes(self) -> set[int]:
+        """Sides in pixels of the training images of all epochs."""
+        return {self.img_size}
 
 
 class ClassificationTrainer(Trainer):
@@ -200,13 +195,14 @@ def create_teacher(data: DataModule) -> nn.Module:
     teacher, _ = load_network(source)
     set_image_statistics(teacher, source.note)
     data.check_network(teacher, source.note, target)
-    sizes = {config.img_size}
-    if getattr(config, "size_of", None):
-        sizes.update(map(config.size_of, range(math.ceil(config.epochs))))
-    for size in sorted(sizes):
-        try:
-            with torch.no_grad():
-                teacher(torch.zeros(1, 3, size, size))
-        except REFUSALS as error:
-            raise UsageError(f"{target} does not take {size} pixels: {error}") from error
+    check_sizes(teacher, config.train_sizes, target)
     return teacher.requires_grad_(False)
+
+
+@torch.no_grad()
+def check_sizes(model: nn.Module, sizes: set[int], name: str, hint: str = "") -> None:
+    """Raise UsageError if a network refuses square images of one of these sides, in pixels. It is left in eval mode."""
+    device = next(model.parameters()).device
+    for size in sorted(sizes):
+        with as_usage_error(f"{name} does not take {size} pixels{hint}"):
+            model.eval()(torch.zeros(1, 3, size, size, device=device))

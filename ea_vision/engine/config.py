@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 
 from ea_vision.base import devices
-from ea_vision.base.errors import CommandParser, UsageError, near_matches
+from ea_vision.base.errors import CommandParser, UsageError, as_usage_error, near_matches
 from ea_vision.base.processes import MOST_WORKERS
 from ea_vision.zoo.preparation import channel_statistics
 
@@ -52,7 +52,6 @@ TRAINERS = {
     "eval_resize": "train-imagenet",
     "anchors": "train-detection",
 }
-RUN, MODEL, DATA, AUGMENT, LOSS, LENGTH, OPTIMISER, RATE, SPEED, EVALUATION, KEPT = GROUPS
 
 
 def option(
@@ -103,202 +102,223 @@ GONE = {
 class TrainConfig:
     """The options of all trainers; a trainer's subclass adds those of its data and its task."""
 
-    model: str = option("ea_conv_transformer_cifar", "registered timm model, ours or timm's", MODEL)
-    model_kwargs: dict = option({}, "further keywords of the model, as key=value ...", MODEL)
+    model: str = option(
+        "ea_conv_transformer_cifar", "registered timm model, ours or timm's", "model"
+    )
+    model_kwargs: dict = option({}, "further keywords of the model, as key=value ...", "model")
     pretrained: bool = option(
         False,
         "begin with timm's weights of the model; the classifier is a new one if the data has "
         "another number of classes",
-        MODEL,
+        "model",
     )
     pretrained_path: str = setting(
         "",
         "begin with the weights of a file or run folder instead; a transformer with evolving "
         "maps also takes those of the plain one",
-        MODEL,
+        "model",
     )
     mean: list[float] = option(
         [],
         "mean of images in 0..1, by channel; empty: that of the run in pretrained_path, "
         "else the model's",
-        MODEL,
+        "model",
         goes_with="std",
     )
-    std: list[float] = option([], "their standard deviation, likewise", MODEL, goes_with="mean")
+    std: list[float] = option([], "their standard deviation, likewise", "model", goes_with="mean")
     freeze: str = option(
         "",
         "names of modules and parameters that are not trained, such as patch_embed,blocks.0,blocks.1",
-        MODEL,
+        "model",
     )
-    recipe: str = setting("fast", "name in ea_vision/recipes, a YAML file, or none", RUN)
-    data_dir: str = setting("", "folder of the data set; empty: the cache folder's", DATA)
-    output: str = setting("", "the run's own folder; empty: runs/DATASET-MODEL", RUN)
+    recipe: str = setting("fast", "name in ea_vision/recipes, a YAML file, or none", "run")
+    data_dir: str = setting("", "folder of the data set; empty: the cache folder's", "data")
+    output: str = setting("", "the run's own folder; empty: runs/DATASET-MODEL", "run")
     resume: str = setting(
         "auto",
         "auto: continue from the newest valid checkpoint of --output, or begin; "
         "none: begin; PATH: continue from this checkpoint or run folder",
-        RUN,
+        "run",
     )
     seed: int = option(
-        0, "seed of weights, order, augmentation and held-out images", RUN, maximum=2**31 - 1
+        0, "seed of weights, order, augmentation and held-out images", "run", maximum=2**31 - 1
     )
     workers: int = setting(
-        2, "threads that decode images; 0: in this process", DATA, maximum=MOST_WORKERS
+        2, "threads that decode images; 0: in this process", "data", maximum=MOST_WORKERS
     )
-    device: str = setting("auto", f"{devices.HELP}; auto: torch's accelerator if there is one", RUN)
+    device: str = setting(
+        "auto", f"{devices.HELP}; auto: torch's accelerator if there is one", "run"
+    )
 
-    epochs: float = setting(10, "passes over the training images, such as 4.3", LENGTH, above=0)
+    epochs: float = setting(
+        10, "passes over the training images, such as 4.3", "length and batch", above=0
+    )
     # On resume only the images of an update must stay the same, which `differences` compares.
-    batch_size: int = setting(128, "images per process and step", LENGTH, minimum=1)
+    batch_size: int = setting(128, "images per process and step", "length and batch", minimum=1)
     grad_accum_steps: int = setting(
-        1, "batches added up for one update of the weights", LENGTH, minimum=1
+        1, "batches added up for one update of the weights", "length and batch", minimum=1
     )
     total_batch: int = setting(
         0,
         "images of an update over all processes, split into batches of at most batch_size "
         "whose gradients are added up; 0, or if the command line sets only batch_size or "
         "grad_accum_steps: batch_size x grad_accum_steps x processes",
-        LENGTH,
+        "length and batch",
     )
 
     opt: str = option(
         "sgd",
         "timm optimiser, also lookahead_NAME (sgd: with Nesterov momentum; momentum: with plain "
         "momentum; muon: AdamW for parameters that are not matrices)",
-        OPTIMISER,
+        "optimiser",
     )
     opt_kwargs: dict = option(
         {},
         "further keywords of the optimiser, as key=value ..., such as muon's "
         "fallback_lr_scale=0.5 (learning rate of its AdamW as a multiple of lr)",
-        OPTIMISER,
+        "optimiser",
     )
-    momentum: float = option(0.9, "momentum of the optimiser", OPTIMISER, maximum=1.0)
+    momentum: float = option(0.9, "momentum of the optimiser", "optimiser", maximum=1.0)
     weight_decay: float = option(
-        5e-4, "weight decay (not of norms, biases and position tables)", OPTIMISER
+        5e-4, "weight decay (not of norms, biases and position tables)", "optimiser"
     )
-    clip_grad: float = option(0.0, "largest norm of the gradient; 0: no limit", OPTIMISER)
+    clip_grad: float = option(0.0, "largest norm of the gradient; 0: no limit", "optimiser")
     attention_lr: float = option(
         1.0,
         "learning-rate multiplier of the attention parameters (q, k, v, position tables, "
         "map convolutions, token_conv, value_residual)",
-        OPTIMISER,
+        "optimiser",
     )
     gate_lr: float = option(
-        1.0, "learning-rate multiplier of learnable gates (a model's alpha and beta)", OPTIMISER
+        1.0, "learning-rate multiplier of learnable gates (a model's alpha and beta)", "optimiser"
     )
     model_ema_decay: float = option(
         0.0,
         "decay, per update, of the averaged weights that are evaluated and exported; 0: off",
-        OPTIMISER,
+        "optimiser",
         maximum=1.0,
     )
     model_ema_warmup: bool = option(
-        True, "let the decay of the average grow from 0 at the start", OPTIMISER
+        True, "let the decay of the average grow from 0 at the start", "optimiser"
     )
 
     lr: float = option(
         0.2,
         "peak learning rate; with lr_base_size that of updates of so many images (timm: lr_base)",
-        RATE,
+        "learning rate",
     )
     lr_base_size: int = option(
-        0, "if not 0, lr is for updates of this many images and is scaled to the actual ones", RATE
+        0,
+        "if not 0, lr is for updates of this many images and is scaled to the actual ones",
+        "learning rate",
     )
     sched: str = option(
         "linear",
         "learning rate over time; linear: line up, line down; cosine: warm-up, then cosine "
         "cycles; multistep: warm-up, then factors at decay_milestones; step: warm-up, then a "
         "factor every decay_epochs",
-        RATE,
+        "learning rate",
         choices=("linear", "cosine", "multistep", "step", "constant"),
     )
     warmup_epochs: float | str = option(
-        "20%", "epochs of linear warm-up from 0; 20%: a fifth of all", RATE
+        "20%", "epochs of linear warm-up from 0; 20%: a fifth of all", "learning rate"
     )
     lr_base_scale: str = option(
         "auto",
         "with lr_base_size: how lr grows with the images of an update; auto, as in timm: sqrt for "
         "LAMB and the optimisers with ada in their name, linear for others",
-        RATE,
+        "learning rate",
         choices=("auto", "linear", "sqrt"),
     )
-    min_lr: float = option(0.0, "lowest learning rate", RATE)
+    min_lr: float = option(0.0, "lowest learning rate", "learning rate")
     cycle_epochs: float = option(
-        0.0, "cosine: epochs of the first cycle; 0: one cycle for all", RATE
+        0.0, "cosine: epochs of the first cycle; 0: one cycle for all", "learning rate"
     )
     lr_cycle_mul: float = option(
-        1.0, "cosine: each cycle is this many times longer than the one before", RATE, minimum=1.0
+        1.0,
+        "cosine: each cycle is this many times longer than the one before",
+        "learning rate",
+        minimum=1.0,
     )
     decay_milestones: list[float] = option(
-        [], "multistep: epochs at which the rate is multiplied by decay_rate", RATE
+        [], "multistep: epochs at which the rate is multiplied by decay_rate", "learning rate"
     )
     decay_epochs: float = option(
         30.0,
         "step: epochs, or a fraction of one, after which the rate is multiplied by decay_rate",
-        RATE,
+        "learning rate",
         above=0.0,
     )
-    decay_rate: float = option(0.1, "step, multistep: the factor", RATE, maximum=1.0)
+    decay_rate: float = option(0.1, "step, multistep: the factor", "learning rate", maximum=1.0)
 
     amp: str = option(
         "none",
         "precision of the forward pass; --amp alone: bfloat16",
-        SPEED,
+        "precision and speed",
         choices=("none", "bfloat16", "float16"),
         bare="bfloat16",
     )
-    compile: bool = setting(False, "compile the model with torch.compile", SPEED)
+    compile: bool = setting(False, "compile the model with torch.compile", "precision and speed")
     compile_mode: str = setting(
         "default",
         "mode of torch.compile; reduce-overhead: CUDA graphs, for networks whose kernels are "
         "short, such as those of CIFAR",
-        SPEED,
+        "precision and speed",
         choices=COMPILE_MODES,
         goes_with="compile",
     )
-    channels_last: bool = setting(False, "keep images and weights channels-last in memory", SPEED)
-    sync_bn: bool = option(False, "batch statistics over all processes (CUDA only)", SPEED)
+    channels_last: bool = setting(
+        False, "keep images and weights channels-last in memory", "precision and speed"
+    )
+    sync_bn: bool = option(
+        False, "batch statistics over all processes (CUDA only)", "precision and speed"
+    )
     dist_bn: str = option(
         "broadcast",
         "statistics of BatchNorm in evaluation; broadcast: the first process's; reduce: the mean "
         "of all",
-        SPEED,
+        "precision and speed",
         choices=("broadcast", "reduce"),
     )
     grad_checkpointing: bool = setting(
         False,
         "compute activations again in the backward pass: less memory, about a "
         "third more time; not all models support it",
-        SPEED,
+        "precision and speed",
     )
     dist_timeout: float = setting(
-        10.0, "minutes that processes wait for one that does not answer", RUN, above=0.0
+        10.0, "minutes that processes wait for one that does not answer", "run", above=0.0
     )
 
     eval_batch_size: int = option(
-        500, "images per process and evaluation step", EVALUATION, minimum=1
+        500, "images per process and evaluation step", "evaluation", minimum=1
     )
     eval_epochs: int = setting(
-        1, "epochs between evaluations; the last epoch is always evaluated", EVALUATION, minimum=1
+        1, "epochs between evaluations; the last epoch is always evaluated", "evaluation", minimum=1
     )
     test: bool = setting(
         True,
         "test a finished run on the test images; --no-test: do not, which needs images held out",
-        EVALUATION,
+        "evaluation",
     )
 
     checkpoint_steps: int = setting(
-        0, "updates between checkpoints inside an epoch; 0: at its end only", KEPT
+        0, "updates between checkpoints inside an epoch; 0: at its end only", "checkpoints and logs"
     )
     snapshot_epochs: int = setting(
-        0, "epochs between snapshots of the weights, kept in RUN/snapshots; 0: none", KEPT
+        0,
+        "epochs between snapshots of the weights, kept in RUN/snapshots; 0: none",
+        "checkpoints and logs",
     )
     log_steps: int = setting(
-        50, "updates between rows of speed.csv and lines of the log; 0: none", KEPT
+        50,
+        "updates between rows of speed.csv and lines of the log; 0: none",
+        "checkpoints and logs",
     )
-    tensorboard: bool = setting(False, "write TensorBoard events into the run folder", KEPT)
-    wandb: str = setting("", "Weights & Biases project; empty: none", KEPT)
+    tensorboard: bool = setting(
+        False, "write TensorBoard events into the run folder", "checkpoints and logs"
+    )
+    wandb: str = setting("", "Weights & Biases project; empty: none", "checkpoints and logs")
 
     # Not an option: names of the model keywords that only the recipe sets, which a model may lack.
     optional_kwargs = frozenset()
@@ -452,12 +472,12 @@ class StreamConfig(TrainConfig):
         -1,
         "processes (threads for FFCV) that decode images, per training process; 0: in this one; -1: one "
         "per CPU, up to 8, and where processes are spawned (macOS, Windows) one per 1,000 images",
-        DATA,
+        "data",
         minimum=-1,
         maximum=MOST_WORKERS,
     )
-    hflip: float = option(0.5, "probability of a left-right flip", AUGMENT, maximum=1.0)
-    max_bad_images: int = setting(10, "the run stops when more images cannot be read", DATA)
+    hflip: float = option(0.5, "probability of a left-right flip", "augmentation", maximum=1.0)
+    max_bad_images: int = setting(10, "the run stops when more images cannot be read", "data")
 
 
 def _whole(value: Any) -> int:
@@ -565,30 +585,17 @@ def _check_number(name: str, number: float, rules: SimpleNamespace) -> None:
 
 RECIPES = resources.files("ea_vision.recipes")
 # The networks of the papers' ImageNet tables, each with the base of its recipe imagenet_MODEL.
+RESNETS = (
+    "resnet34 resnet50 resnet101 resnet152 aa_resnet34 aa_resnet50 aa_resnet101 aa_resnet152 "
+    "pa_aa_resnet34 pa_aa_resnet50 pa_aa_resnet101 "
+    "ea_aa_resnet34 ea_aa_resnet50 ea_aa_resnet101 ea_aa_resnet152"
+)
+MNASNETS = "semnasnet_075 semnasnet_100 semnasnet_125 semnasnet_140"
+AA_MNASNETS = "aa_mnasnet_075 aa_mnasnet_100 aa_mnasnet_125 aa_mnasnet_140"
 PUBLISHED = {
-    "resnet34": "imagenet",
-    "resnet50": "imagenet",
-    "resnet101": "imagenet",
-    "resnet152": "imagenet",
-    "aa_resnet34": "imagenet",
-    "aa_resnet50": "imagenet",
-    "aa_resnet101": "imagenet",
-    "aa_resnet152": "imagenet",
-    "pa_aa_resnet34": "imagenet",
-    "pa_aa_resnet50": "imagenet",
-    "pa_aa_resnet101": "imagenet",
-    "ea_aa_resnet34": "imagenet",
-    "ea_aa_resnet50": "imagenet",
-    "ea_aa_resnet101": "imagenet",
-    "ea_aa_resnet152": "imagenet",
-    "semnasnet_075": "imagenet_semnasnet_100",
-    "semnasnet_100": "imagenet_semnasnet_100",
-    "semnasnet_125": "imagenet_semnasnet_100",
-    "semnasnet_140": "imagenet_semnasnet_100",
-    "aa_mnasnet_075": "imagenet_aa_mnasnet_100",
-    "aa_mnasnet_100": "imagenet_aa_mnasnet_100",
-    "aa_mnasnet_125": "imagenet_aa_mnasnet_100",
-    "aa_mnasnet_140": "imagenet_aa_mnasnet_100",
+    **dict.fromkeys(RESNETS.split(), "imagenet"),
+    **dict.fromkeys(MNASNETS.split(), "imagenet_semnasnet_100"),
+    **dict.fromkeys(AA_MNASNETS.split(), "imagenet_aa_mnasnet_100"),
 }
 
 
@@ -657,11 +664,9 @@ def _read_recipe(name: str) -> dict:
     elif not path.is_file():
         near = near_matches(name, [*recipe_names(), "none"], "recipes")
         raise UsageError(f"no recipe {name!r}: {near}")
-    try:
+    problem = f"recipe {name} cannot be read, or is not valid YAML"
+    with as_usage_error(problem, (OSError, ValueError, RecursionError, yaml.YAMLError)):
         recipe = yaml.load(path.read_text(encoding="utf-8"), _RecipeLoader)
-    except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split())
-        raise UsageError(f"recipe {name} cannot be read, or is not valid YAML: {reason}") from error
     if not isinstance(recipe, dict):
         raise UsageError(f"recipe {name} must be a YAML mapping, got {type(recipe).__name__}")
     if not isinstance(recipe.get("base", "none"), str):

@@ -82,20 +82,17 @@ def options_of(schema: type, source: Source, given: dict) -> Any:
         UsageError: the run or the weights are another trainer's, or the options do not fit the source.
     """
     target = source.target
-    if given.get("pretrained_path"):
-        raise UsageError(
-            f"--evaluate takes a file of weights itself, got {target} and --pretrained-path "
-            f"{given['pretrained_path']}"
-        )
+    begins_with = given.get("pretrained_path")
     if source.weights is None:
         if given.get("model", source.name) != source.name:
             raise UsageError(f"--evaluate {target} names the model, got --model {given['model']}")
         config = resolve(schema, {**given, "model": source.name})
-        if config.pretrained_path:  # of the recipe
-            raise UsageError(
-                f"--evaluate takes a file of weights itself, got {target} and pretrained_path "
-                f"{config.pretrained_path}"
-            )
+        begins_with = config.pretrained_path  # perhaps the recipe's
+    if begins_with:
+        raise UsageError(
+            f"--evaluate takes a file of weights itself, got {target} and pretrained_path {begins_with}"
+        )
+    if source.weights is None:
         return config
     trainer = trainer_of(source.options)
     this_trainer = trainer_of(schema.rules())

@@ -20,7 +20,7 @@ import torch
 from timm.scheduler import CosineLRScheduler, MultiStepLRScheduler, PolyLRScheduler, StepLRScheduler
 from torch import nn
 
-from ea_vision.base.errors import UsageError, near_matches
+from ea_vision.base.errors import UsageError, as_usage_error, near_matches
 from ea_vision.engine.config import TrainConfig
 from ea_vision.engine.muon import batch_muon
 from ea_vision.layers import attention_layers, learnable_gates
@@ -63,7 +63,9 @@ def build_optimizer(
     if config.opt.endswith("muon") and not MUON_SCALES_FALLBACK:
         scale = kwargs.pop(FALLBACK_SCALE, 1.0)
     layer_decay = getattr(config, "layer_decay", 1.0)  # an option of classifiers
-    try:
+    values = {"lr": lr, "momentum": config.momentum, **config.opt_kwargs}
+    shown = " ".join(f"{key}={value}" for key, value in values.items())
+    with as_usage_error(f"optimiser {config.opt} refuses {shown}"):
         optimizer = timm.optim.create_optimizer_v2(
             model,
             config.opt,
@@ -73,12 +75,6 @@ def build_optimizer(
             layer_decay=None if layer_decay == 1 else layer_decay,
             **kwargs,
         )
-    except (TypeError, ValueError, AssertionError) as error:
-        shown = " ".join(f"{key}={value}" for key, value in config.opt_kwargs.items())
-        raise UsageError(
-            f"optimiser {config.opt} refuses lr={lr:g} momentum={config.momentum:g} {shown}: "
-            f"{error}"
-        ) from error
     for group in optimizer.param_groups:
         group.setdefault("lr_scale", 1.0)
     # The log shows the first group's rate, so the groups whose rate is lr come first.
@@ -184,12 +180,8 @@ def load_optimizer(
     new_options = []
     for group in optimizer.param_groups:
         new_options.append({key: value for key, value in group.items() if key in option_keys})
-    try:
+    with as_usage_error(f"optimiser state of {source} does not fit {config.opt}"):
         optimizer.load_state_dict(state)
-    except (KeyError, TypeError, ValueError) as error:
-        raise UsageError(
-            f"optimiser state of {source} does not fit {config.opt}: {error!r}"
-        ) from error
     for group, ours in zip(optimizer.param_groups, new_options, strict=True):
         group.update(ours)
 

@@ -37,7 +37,6 @@ from ea_vision.engine.resume import begin_or_resume, is_complete
 from ea_vision.engine.signals import StoppedAtOnce, StopRequest
 from ea_vision.engine.step_log import log_to_stdout
 from ea_vision.engine.train import Trainer
-from ea_vision.zoo.create import create_classifier
 from ea_vision.zoo.source import check_model_name, source_of
 from ea_vision.zoo.weights_file import read_weights
 
@@ -84,9 +83,9 @@ def main(module: type[DataModule], argv: list[str] | None = None) -> int:
     config = resolve(module.options, given)
     check_names(module, config)
     check_beginning(config, folder_of(module, config))
+    module.check_places(config)
     if only_checked:
         choose_device(config.device)
-        module.check_places(config)
         check_network(module, config)
     else:
         with workers_watched(RuntimeError):
@@ -191,7 +190,7 @@ def check_names(module: type[DataModule], config: TrainConfig) -> None:
     check_model_name(config.model)
     check_optimizer_name(config.opt)
     if module.trainer.watches and config.model_kwargs:  # a classifier
-        check_keywords(config)
+        check_keywords(module, config)
 
 
 def check_beginning(config: TrainConfig, folder: Path) -> None:
@@ -204,26 +203,29 @@ def check_beginning(config: TrainConfig, folder: Path) -> None:
     if getattr(config, "teacher", "") and not complete:
         source_of(config.teacher).check_kind()
     source = config.resume
-    begun = os.path.exists(folder / run_folder.CONFIG)
-    if source not in ("auto", "none") and not begun and not os.path.exists(source):
+    if source in ("auto", "none") or os.path.exists(folder / run_folder.CONFIG):
+        return
+    if not os.path.exists(source):
         raise UsageError(f"--resume must be auto, none or a path, and {source} does not exist")
-    if source not in ("auto", "none") and not begun and Path(source).is_dir():
-        if not any((Path(source) / name).exists() for name in checkpoint.NAMES):
-            raise UsageError(f"--resume {source}: no checkpoint in this folder")
+    holds_one = any(os.path.exists(Path(source, name)) for name in checkpoint.NAMES)
+    if os.path.isdir(source) and not holds_one:
+        raise UsageError(f"--resume {source}: no checkpoint in this folder")
 
 
-def check_keywords(config: TrainConfig) -> None:
+def unopened(config: TrainConfig) -> SimpleNamespace:
+    """Return what a data module's `create_model` needs, without weights, perhaps with other classes than the data's."""
+    config = copy.copy(config)
+    config.pretrained = False
+    config.pretrained_path = ""
+    count = getattr(config, "num_classes", 0) or config.model_kwargs.get("num_classes", 2)
+    return SimpleNamespace(config=config, classes=[""] * (count if isinstance(count, int) else 2))
+
+
+def check_keywords(module: type[DataModule], config: TrainConfig) -> None:
     """Raise UsageError for a keyword that the model lacks, before data is opened, which may take minutes."""
     try:
         with torch.device("meta"):
-            create_classifier(
-                config.model,
-                config.model_kwargs,
-                config.optional_kwargs,
-                num_classes=2,
-                img_size=config.img_size,
-                notice=lambda line: None,
-            )
+            module.create_model(unopened(config))
     except UsageError as error:
         # refused values are reported later, when the classes are known, and from the real device
         if "has no keyword" in str(error):
@@ -233,18 +235,11 @@ def check_keywords(config: TrainConfig) -> None:
 def check_network(module: type[DataModule], config: TrainConfig) -> None:
     """Raise UsageError for values that the network refuses, and for parts to freeze that it lacks. Its weights are not
     read, and its classes may be others than those of the data."""
-    config = copy.copy(config)
-    config.pretrained = False
-    config.pretrained_path = ""
-    count = getattr(config, "num_classes", 0) or config.model_kwargs.get("num_classes", 2)
-    unopened = SimpleNamespace(
-        config=config, classes=[""] * (count if isinstance(count, int) else 2)
-    )
     try:
         with torch.device("meta"):
-            model, _ = module.create_model(unopened)
+            model, _ = module.create_model(unopened(config))
     except (RuntimeError, ValueError):  # some networks read values of tensors while they are built
-        model, _ = module.create_model(unopened)
+        model, _ = module.create_model(unopened(config))
     freeze(model, config)
     if config.grad_checkpointing:
         enable_checkpointing(model, config.model)
@@ -314,9 +309,9 @@ def finish(trainer: Trainer, about: dict) -> None:
     data = trainer.data
     tested = config.test and data.eval_split == "held_out"
     split = "test" if tested else data.eval_split
-    images = "images held out" if split == "held_out" else "images to evaluate on"
-    if tested:
-        images = "test images"
+    images = "the test images" if tested else "the images to evaluate on"
+    if split == "held_out":
+        images = "images held out"
     last = best = _final_figures(trainer, progress.rows[-1], tested)
     if 0 < progress.best_epoch < len(progress.rows):
         trainer.best_model.load_state_dict(read_weights(folder / run_folder.WEIGHTS))
@@ -332,7 +327,8 @@ def finish(trainer: Trainer, about: dict) -> None:
             "tta": "none",
             "hardware": about["hardware"],
         }
-        card = card_of(trainer, about, best, f"{results[f'{split}_images']} {images}")
+        measured_on = f"{results[f'{split}_images']} {images.removeprefix('the ')}"
+        card = card_of(trainer, about, best, measured_on)
         atomic_write(folder / run_folder.CARD, card.encode("utf-8", "surrogateescape"))
         write_json(folder / run_folder.RESULTS, results)
         trainer.step_log.close()
@@ -340,7 +336,7 @@ def finish(trainer: Trainer, about: dict) -> None:
     log.info(
         "%s on %s: best weights (epoch %d) %s, last weights %s",
         trainer.quality,
-        images if split == "held_out" else f"the {images}",
+        images,
         progress.best_epoch,
         trainer.text_of(best),
         trainer.text_of(last),

@@ -12,7 +12,7 @@ import yaml
 from filelock import FileLock, Timeout, UnixFileLock
 from torch import Tensor
 
-from ea_vision.base.errors import UsageError
+from ea_vision.base.errors import UsageError, as_usage_error
 from ea_vision.base.files import atomic_write, check_output, create, csv_text
 from ea_vision.base.processes import World
 from ea_vision.engine import checkpoint
@@ -146,12 +146,9 @@ def read_results(folder: Path) -> dict | None:
     path = folder / RESULTS
     if not path.exists():
         return None
-    try:
+    problem = f"cannot read {path} (delete it, and the run's command writes it again)"
+    with as_usage_error(problem):
         results = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(results, dict) or "epochs" not in results:
             raise ValueError("it does not say the epochs of a run")
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"cannot read {path}: {error}; delete this file and the run's command writes it again"
-        ) from error
     return results

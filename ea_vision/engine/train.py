@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from ea_vision.base.errors import RunError, UsageError
 from ea_vision.base.files import atomic_write, write_json
-from ea_vision.base.processes import WorkerLost, mean_in_order, worker_lost
+from ea_vision.base.processes import WorkerLost, mean_in_order, workers_watched
 from ea_vision.base.units import duration
 from ea_vision.engine import checkpoint, run_folder
 from ea_vision.engine.data_module import DataModule
@@ -630,8 +630,9 @@ class Trainer:
             self.save()  # fails now if the folder cannot be written
         while self.progress.epoch < self.total_epochs:
             try:
-                self.train_epoch()
-                self.finish_epoch()
+                with workers_watched(RuntimeError):
+                    self.train_epoch()
+                    self.finish_epoch()
             except (NonFiniteLoss, WorkerLost) as error:
                 raise RunError(f"{error}; last good checkpoint: {self.last_good}") from error
             except (torch.OutOfMemoryError, MemoryError) as error:
@@ -643,11 +644,6 @@ class Trainer:
                     "--grad-checkpointing and --amp need less; last good checkpoint: "
                     f"{self.last_good}"
                 ) from error
-            except RuntimeError as error:
-                lost = worker_lost(error)
-                if lost is None:
-                    raise
-                raise RunError(f"{lost}; last good checkpoint: {self.last_good}") from error
 
     def _stop_wanted(self) -> bool:
         """Return whether any process was asked to stop; all processes must ask together."""

@@ -12,7 +12,7 @@ from ea_vision.data.on_device import EvalLoader, TrainLoader
 from ea_vision.data.small_images import DATASETS, hold_out, load_dataset, places_of
 from ea_vision.engine import run
 from ea_vision.engine.classification import ClassificationConfig, ClassificationTrainer
-from ea_vision.engine.config import AUGMENT, DATA, EVALUATION, option, setting
+from ea_vision.engine.config import option, setting
 from ea_vision.engine.data_module import DataModule
 
 DESCRIPTION = __doc__
@@ -35,36 +35,36 @@ class CifarConfig(ClassificationConfig):
         "auto",
         "digits (scikit-learn's), cifar10, cifar100 (torchvision's files), folder; auto: "
         "folder if data_dir is given, else digits",
-        DATA,
+        "data",
         choices=("auto", *DATASETS),
     )
-    download: bool = setting(False, "fetch cifar10 or cifar100 if it is not in data_dir", DATA)
+    download: bool = setting(False, "fetch cifar10 or cifar100 if it is not in data_dir", "data")
     img_size: int = option(
-        32, "side of the images in pixels; others are scaled and cut", DATA, minimum=8
+        32, "side of the images in pixels; others are scaled and cut", "data", minimum=8
     )
     holdout: int = option(
         0,
         "training images to hold out and evaluate on each epoch; 0: the test images are used",
-        EVALUATION,
+        "evaluation",
     )
     flip: str = option(
         "auto",
         "mirror half of the training images; auto: on; alternate: at random in the first epoch, "
         "then each image in every other epoch; auto and alternate never mirror digits",
-        AUGMENT,
+        "augmentation",
         choices=("auto", "on", "off", "alternate"),
     )
     crop_padding: int = option(
-        4, "pixels by which training images are padded before the random crop", AUGMENT
+        4, "pixels by which training images are padded before the random crop", "augmentation"
     )
     crop_padding_mode: str = option(
         "zeros",
         "what they are padded with; zeros: black; reflect: the image, mirrored at its border",
-        AUGMENT,
+        "augmentation",
         choices=tuple(PADDING_MODES),
     )
     cutout: int = option(
-        8, "side, in pixels, of the square cut out of each training image; 0: none", AUGMENT
+        8, "side, in pixels, of the square cut out of each training image; 0: none", "augmentation"
     )
 
     def __post_init__(self):

@@ -13,10 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ea_vision.base.errors import UsageError
+from ea_vision.base.errors import UsageError, as_usage_error
 from ea_vision.base.processes import World
 from ea_vision.data.batches import GrowingSize
 from ea_vision.data.beton import Beton, Evaluated
@@ -26,19 +25,9 @@ from ea_vision.data.image_files import ImageFiles
 from ea_vision.data.imagenet import ImageEvalLoader, ImageTrainLoader, train_transform
 from ea_vision.data.splits import find_split
 from ea_vision.engine import run
-from ea_vision.engine.classification import ClassificationConfig, ClassificationTrainer
-from ea_vision.engine.config import (
-    AUGMENT,
-    DATA,
-    EVALUATION,
-    MODEL,
-    RUN,
-    StreamConfig,
-    option,
-    setting,
-)
+from ea_vision.engine.classification import ClassificationConfig, ClassificationTrainer, check_sizes
+from ea_vision.engine.config import StreamConfig, option, setting
 from ea_vision.engine.data_module import DataModule
-from ea_vision.zoo.create import REFUSALS
 from ea_vision.zoo.preparation import OPTIONS, preparation_of
 
 log = logging.getLogger(__name__)
@@ -60,86 +49,90 @@ EXAMPLES = """\
 class ImageNetConfig(StreamConfig, ClassificationConfig):
     """The options of this trainer."""
 
-    model: str = option("ea_aa_resnet50", "registered timm model, ours or timm's", MODEL)
-    recipe: str = setting("imagenet", "name in ea_vision/recipes, a YAML file, or none", RUN)
-    output: str = setting("", "the run's own folder; empty: runs/imagenet-MODEL", RUN)
-    data_dir: str = setting("", "folder with train and val, folders or tars of classes", DATA)
+    model: str = option("ea_aa_resnet50", "registered timm model, ours or timm's", "model")
+    recipe: str = setting("imagenet", "name in ea_vision/recipes, a YAML file, or none", "run")
+    output: str = setting("", "the run's own folder; empty: runs/imagenet-MODEL", "run")
+    data_dir: str = setting("", "folder with train and val, folders or tars of classes", "data")
     dataset: str = option(
-        "", "another data set: hfds/NAME of Hugging Face's; empty: that of data_dir", DATA
+        "", "another data set: hfds/NAME of Hugging Face's; empty: that of data_dir", "data"
     )
     input_key: str = setting(
-        "", "hfds/NAME: column of the images; empty: image", DATA, goes_with="dataset"
+        "", "hfds/NAME: column of the images; empty: image", "data", goes_with="dataset"
     )
     target_key: str = setting(
-        "", "hfds/NAME: column of the classes; empty: label", DATA, goes_with="dataset"
+        "", "hfds/NAME: column of the classes; empty: label", "data", goes_with="dataset"
     )
     train_beton: str = setting(
-        "", "FFCV file of the training images; empty: data_dir is read", DATA
+        "", "FFCV file of the training images; empty: data_dir is read", "data"
     )
     val_beton: str = setting(
-        "", "FFCV file of the images to evaluate on; empty: data_dir is read", DATA
+        "", "FFCV file of the images to evaluate on; empty: data_dir is read", "data"
     )
     train_split: str = setting(
         "",
         "folder or tar in data_dir (split of --dataset) with the training images; empty: "
         "train, ILSVRC2012_img_train or that of ILSVRC/Data/CLS-LOC",
-        DATA,
+        "data",
         not_with="train_beton",
     )
     val_split: str = setting(
         "",
         "the same for the images to evaluate on; empty: val, validation, valid, "
         "ILSVRC2012_img_val, test",
-        DATA,
+        "data",
         not_with="val_beton",
     )
-    num_classes: int = option(0, "classes the data must have; 0: those it has", DATA)
+    num_classes: int = option(0, "classes the data must have; 0: those it has", "data")
     img_size: int = option(
         224,
         "side of the training images in pixels, and of those to evaluate on if eval_img_size is 0",
-        DATA,
+        "data",
         minimum=8,
     )
     first_img_size: int = option(
         0,
         "side of the training images at the start, from which it grows to img_size; 0: one size",
-        AUGMENT,
+        "augmentation",
         goes_with="grow_epochs",
     )
     grow_epochs: list[float] = option(
         [],
         "two epochs, counted from 0: first_img_size up to the first, img_size from the second on; "
         "between them multiples of 32 pixels",
-        AUGMENT,
+        "augmentation",
         goes_with="first_img_size",
     )
     eval_img_size: int = option(
-        0, "evaluation: side in pixels of the center crop; 0: img_size", EVALUATION
+        0, "evaluation: side in pixels of the center crop; 0: img_size", "evaluation"
     )
     eval_resize: int = option(
-        256, "evaluation: the short side in pixels, before the center crop", EVALUATION, minimum=8
+        256, "evaluation: the short side in pixels, before the center crop", "evaluation", minimum=8
     )
     aug_repeats: int = option(
         1,
         "repeated augmentation: an epoch has each of its images this many times, and so many "
         "times fewer different images",
-        AUGMENT,
+        "augmentation",
         minimum=1,
     )
     crop_scale: float = option(
-        0.08, "least share of an image's area in a training crop", AUGMENT, above=0.0, maximum=1.0
+        0.08,
+        "least share of an image's area in a training crop",
+        "augmentation",
+        above=0.0,
+        maximum=1.0,
     )
     aa: str = option(
         "",
         "timm's policy, such as rand-m9-mstd0.5, or ta_wide, torchvision's TrivialAugment (not "
         "FFCV); empty: none",
-        AUGMENT,
+        "augmentation",
         not_with="train_beton",
     )
     interpolation: str = option(
         "bilinear",
         "how images are scaled (FFCV, training: area)",
-        DATA,
+        "data",
         choices=("bilinear", "bicubic"),
     )
 
@@ -178,6 +171,11 @@ class ImageNetConfig(StreamConfig, ClassificationConfig):
             return None
         return GrowingSize(self.first_img_size, self.img_size, *self.grow_epochs)
 
+    @property
+    def train_sizes(self) -> set[int]:
+        epochs = range(math.ceil(self.epochs)) if self.size_of else ()
+        return {self.img_size, *map(self.size_of, epochs)}
+
 
 class GrowingTrainer(ClassificationTrainer):
     """A trainer whose images may grow. Entries of position tables that smaller images leave untrained are filled after
@@ -203,8 +201,6 @@ class ClassFolders(DataModule):
     def __init__(self, config: ImageNetConfig, world: World, training: bool):
         super().__init__(config, world, training)
         if training:
-            if not config.train_beton:
-                checked_train_transform(config, config.img_size)
             train = self._open("train", config.train_beton, config.train_split)
         self.evaluated = self._open(
             "validation",
@@ -291,7 +287,8 @@ class ClassFolders(DataModule):
         )
 
     def eval_loader(self, **keywords) -> ImageEvalLoader:
-        pixels = _as_stored if self.config.val_beton else self.preparation.pixels
+        # the pixels of an FFCV file are stored as they are evaluated
+        pixels = nn.Identity() if self.config.val_beton else self.preparation.pixels
         return ImageEvalLoader(
             self.evaluated, transform=lambda _: pixels, img_size=self.preparation.size, **keywords
         )
@@ -310,33 +307,14 @@ class ClassFolders(DataModule):
 
     def loader_keywords(self, model: nn.Module) -> dict:
         config = self.config
-        sizes = {config.side_to_evaluate}
-        if config.size_of:
-            epochs = range(math.ceil(config.epochs))
-            sizes.update(map(config.size_of, epochs))
-        check_sizes(model, sizes, config)
+        check_sizes(
+            model,
+            (config.train_sizes | {config.side_to_evaluate}) - {config.img_size},
+            f"model {config.model}, made for {config.img_size} pixels,",
+            " (timm's vision transformers do with --model-kwargs dynamic_img_size=true)",
+        )
         stream = {"workers": config.workers, "bad_images": self.bad_images}
         return super().loader_keywords(model) | stream
-
-
-def check_sizes(model: nn.Module, sizes: set[int], config: ImageNetConfig) -> None:
-    """Raise UsageError if the model refuses square images of one of these sides, in pixels. It may be left in eval
-    mode."""
-    device = next(model.parameters()).device
-    try:
-        for size in sorted(sizes - {config.img_size}):
-            with torch.no_grad():
-                model.eval()(torch.zeros(1, 3, size, size, device=device))
-    except REFUSALS as error:
-        raise UsageError(
-            f"model {config.model}, made for {config.img_size} pixels, does not take {size}: "
-            f"{error}; timm's vision transformers do with --model-kwargs dynamic_img_size=true"
-        ) from error
-
-
-def _as_stored(pixels: Tensor) -> Tensor:
-    """Return the pixels of an FFCV file, which are stored as they are evaluated."""
-    return pixels
 
 
 def checked_train_transform(config: ImageNetConfig, img_size: int):
@@ -345,7 +323,8 @@ def checked_train_transform(config: ImageNetConfig, img_size: int):
     Raises:
         UsageError: timm knows no such policy, or a section of it has no number, which timm passes over.
     """
-    try:
+    policies = "aa must be a policy of timm, such as rand-m9-mstd0.5, augmix-m3 or original"
+    with as_usage_error(f"{policies}, got {config.aa!r}"):
         for section in config.aa.split("-")[1:]:
             if not section.startswith("t") and not any(map(str.isdigit, section)):
                 raise ValueError(f"{section!r} has no number")
@@ -356,11 +335,6 @@ def checked_train_transform(config: ImageNetConfig, img_size: int):
             auto_augment=config.aa,
             interpolation=config.interpolation,
         )
-    except (AssertionError, ValueError, KeyError, IndexError, TypeError) as error:
-        raise UsageError(
-            f"aa must be a policy of timm, such as rand-m9-mstd0.5, augmix-m3 or original, got "
-            f"{config.aa!r} ({error})"
-        ) from error
 
 
 main = partial(run.main, ClassFolders)

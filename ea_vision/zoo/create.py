@@ -1,7 +1,7 @@
 """Build networks: by a source, or for a trainer's data and options. What a constructor raises becomes one line."""
 
 import importlib
-import pickle
+import logging
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -10,13 +10,12 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-import safetensors
 import timm
 import torch
 from timm.layers import to_ntuple
 from torch import nn
 
-from ea_vision.base.errors import UsageError
+from ea_vision.base.errors import UsageError, as_usage_error
 from ea_vision.models import plain_network
 from ea_vision.zoo.source import (
     CLASSIFICATION,
@@ -26,21 +25,10 @@ from ea_vision.zoo.source import (
     Source,
     check_model_name,
 )
-from ea_vision.zoo.weights_file import check_finite, load_file, read_weights
+from ea_vision.zoo.weights_file import UNREADABLE, check_finite, load_file, read_weights
 
+log = logging.getLogger(__name__)
 DATA_KEYWORDS = ("num_classes", "in_chans", "img_size")  # of a model, fixed by data and options
-
-# Exceptions that constructors raise for keywords that they refuse.
-REFUSALS = (
-    ValueError,
-    TypeError,
-    AssertionError,
-    RuntimeError,
-    LookupError,
-    AttributeError,
-    ArithmeticError,
-    OSError,
-)
 
 
 @dataclass(frozen=True)
@@ -139,14 +127,12 @@ def build(
     *,
     fixed: Mapping[str, Any] | None = None,
     optional: Collection[str] = frozenset(),
-    notice=print,
 ) -> tuple[nn.Module, dict]:
     """Call a constructor with the keywords that data and options have `fixed` and with `kwargs`, dropping img_size of
-    `fixed` and `optional` keywords (a recipe's) that it does not accept.
+    `fixed` and `optional` keywords (a recipe's) that it does not accept. The log says which of these were dropped.
 
     Args:
         name: of the model, for messages.
-        notice: called with a line for each of a recipe's keywords that was dropped.
 
     Returns:
         the model, and the keywords that it was built with.
@@ -162,20 +148,18 @@ def build(
             )
     keywords = {**fixed, **kwargs}
     droppable = {*optional, "img_size"} if fixed else optional
-    try:
-        model, taken = create_leaving_out(constructor, keywords, droppable)
-    except UsageError:  # from loading weights
-        raise
-    except REFUSALS as error:
-        unknown = _unknown_keyword(error)
-        if unknown in keywords:
+    values = " ".join(f"{key}={value}" for key, value in keywords.items()) or "its defaults"
+    with as_usage_error(f"model {name} refuses {values}"):
+        try:
+            model, taken = create_leaving_out(constructor, keywords, droppable)
+        except TypeError as error:
+            unknown = _unknown_keyword(error)
+            if unknown not in keywords:
+                raise
             raise UsageError(f"model {name} has no keyword {unknown!r}") from error
-        values = " ".join(f"{key}={value}" for key, value in keywords.items()) or "its defaults"
-        reason = str(error) or type(error).__name__
-        raise UsageError(f"model {name} refuses {values}: {reason}") from error
     for key in keywords:
         if key not in taken and key != "img_size":
-            notice(f"{name} has no {key}: the recipe's {key}={keywords[key]} is left out")
+            log.info("%s has no %s: the recipe's %s=%s is left out", name, key, key, keywords[key])
     return model, taken
 
 
@@ -220,12 +204,11 @@ def create_classifier(
     img_size: int,
     pretrained: bool = False,
     weights: str | Path | None = None,
-    notice=print,
 ) -> tuple[nn.Module, dict]:
     """Create a registered timm model for square RGB images.
 
     Args:
-        kwargs: further keywords of the model; those in `optional` are left out, with a notice, if it lacks them.
+        kwargs: further keywords of the model; those in `optional` are left out if it lacks them, as the log says.
         img_size: side of the images in pixels; passed on to models that take an image size.
         pretrained: load its pretrained weights; those of the classifier only for the same number of classes.
         weights: a file to take as its pretrained weights.
@@ -239,9 +222,9 @@ def create_classifier(
     check_model_name(name)
     constructor = partial(timm_model, name, pretrained=pretrained)
     if weights is not None:
-        constructor = partial(_with_weights, name, Path(weights), notice)
+        constructor = partial(_with_weights, name, Path(weights))
     fixed = {"num_classes": num_classes, "in_chans": 3, "img_size": img_size}
-    model, taken = build(constructor, name, kwargs, fixed=fixed, optional=optional, notice=notice)
+    model, taken = build(constructor, name, kwargs, fixed=fixed, optional=optional)
     return model, {**getattr(model, "trained_with", {}), **taken}
 
 
@@ -280,7 +263,7 @@ def timm_model(name: str, *, pretrained: bool = False, **kwargs: Any) -> nn.Modu
     return model
 
 
-def _with_weights(name: str, path: Path, notice, **kwargs: Any) -> nn.Module:
+def _with_weights(name: str, path: Path, **kwargs: Any) -> nn.Module:
     """Create a model with the weights of a file, as timm would load its pretrained ones. If the file's classifier has
     another number of classes, the model keeps its own.
 
@@ -288,21 +271,16 @@ def _with_weights(name: str, path: Path, notice, **kwargs: Any) -> nn.Module:
         UsageError: the file cannot be read, or does not fit the model.
     """
     model = timm.create_model(name, **kwargs)
-    try:
+    with as_usage_error(f"weights {path} cannot be read", UNREADABLE):
         path.stat()  # timm's error says nothing
         safe = path.suffix.lower() == ".safetensors"
         state = read_weights(path) if safe else timm.models.load_state_dict(str(path))
-    except UsageError:
-        raise
-    except (*REFUSALS, safetensors.SafetensorError, pickle.UnpicklingError) as error:
-        raise UsageError(f"weights {path} cannot be read: {error}") from error
     classifiers = to_ntuple(1)(model.pretrained_cfg.get("classifier") or ())
     for key, value in model.state_dict().items():
         is_classifier = key.rpartition(".")[0] in classifiers
         if is_classifier and key in state and state[key].shape != value.shape:
-            notice(
-                f"{key} of {path} is left out: its shape {list(state[key].shape)} is not {list(value.shape)}"
-            )
+            shape = list(state[key].shape)
+            log.info(f"{key} of {path} is left out: its shape {shape} is not {list(value.shape)}")
             state[key] = value
     overlay = {
         "file": str(path),  # its metadata names the keywords; the tensors are those of state_dict
@@ -311,10 +289,8 @@ def _with_weights(name: str, path: Path, notice, **kwargs: Any) -> nn.Module:
         "label_offset": 0,
         "custom_load": False,
     }
-    try:
+    with as_usage_error(f"weights {path} do not fit {name}"):
         loaded = timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay, **kwargs)
-    except REFUSALS as error:
-        raise UsageError(f"weights {path} do not fit {name}: {shorten(str(error), 400)}") from error
     loaded.pretrained_cfg = model.pretrained_cfg
     check_finite(loaded.state_dict(), str(path))
     return loaded
@@ -346,11 +322,7 @@ def transformers_model(folder: str, *, pretrained: bool = True, **kwargs: Any) -
         if not hasattr(transformers, architecture):
             raise UsageError(f"{folder} needs a transformers that has {architecture}")
         load = getattr(transformers, architecture).from_pretrained
-    try:
+    with as_usage_error(f"weights in {folder} cannot be read", UNREADABLE):
         model, info = load(folder, **kwargs, output_loading_info=True)
-    except (safetensors.SafetensorError, pickle.UnpicklingError) as error:
-        raise UsageError(
-            f"weights in {folder} cannot be read: {shorten(str(error), 400)}"
-        ) from error
     huggingface.check_weights(folder, info)  # also of a plain model with an evolved part
     return model

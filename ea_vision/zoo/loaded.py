@@ -11,14 +11,13 @@ from PIL import Image
 from timm.data import ImageNetInfo
 from torch import Tensor, nn
 
-from ea_vision.base.errors import UsageError
+from ea_vision.base.errors import UsageError, as_usage_error
 from ea_vision.data.decoding import BrokenImage
 from ea_vision.data.image_names import displayable
 from ea_vision.models.inputs import built_size, input_channels
 from ea_vision.models.modes import unwrap
 from ea_vision.ops import Size
 from ea_vision.zoo.create import (
-    REFUSALS,
     Kind,
     kind_of,
     load_network,
@@ -339,10 +338,8 @@ def _set_size(loaded: LoadedModel, img_size: Size, fixed: bool) -> None:
         )
     # timm's transformers resample their positions
     if img_size != native_size and hasattr(loaded.model, "set_input_size"):
-        try:
+        with as_usage_error(f"{loaded.label} cannot take images of {pixels}"):
             loaded.model.set_input_size(img_size=img_size)
-        except REFUSALS as error:
-            raise UsageError(f"{loaded.label} cannot take images of {pixels}: {error}") from error
     if img_size != loaded.img_size:
         loaded.preparation = replace(loaded.preparation, size=img_size)
 

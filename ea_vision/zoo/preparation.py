@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from ea_vision.base.errors import UsageError
+from ea_vision.base.errors import UsageError, as_usage_error
 from ea_vision.data.augment import normalize
 from ea_vision.data.scaling import Scaling, Size
 from ea_vision.models.inputs import built_size
@@ -107,11 +107,9 @@ class Processed:
     def _pixel_values(self, image: Image.Image) -> Tensor:
         """Return (3, H, W), as the processor makes it."""
         name = type(self.processor).__name__
-        try:
+        # errors of many kinds: what some processors need is no image alone
+        with as_usage_error(f"processor {name} must take an image alone", Exception):
             values = self.processor(image, return_tensors="pt").get("pixel_values")
-        except Exception as error:  # of many kinds: what some processors need is no image alone
-            reason = " ".join(str(error).split())
-            raise UsageError(f"processor {name} must take an image alone: {reason}") from error
         shape = tuple(getattr(values, "shape", ()))
         if len(shape) < 4 or shape[-3] != 3 or math.prod(shape[:-3]) != 1:
             raise UsageError(

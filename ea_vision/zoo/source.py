@@ -15,7 +15,7 @@ import timm
 import yaml
 from timm.models import is_model, is_model_pretrained
 
-from ea_vision.base.errors import UsageError, near_matches
+from ea_vision.base.errors import UsageError, as_usage_error, near_matches
 from ea_vision.models import plain_network
 from ea_vision.models.note import read_note
 
@@ -34,6 +34,8 @@ SAVED = "config.json"  # of a folder that timm's save_for_hf or transformers' sa
 CLASSIFICATION = "classification"  # what a run learns, unless its config.yaml has another `task`
 TRANSFORMERS = "transformers"
 EXPORTED = (".onnx", ".pt2")  # by the suffix of a file
+# what reading a config.yaml raises that is damaged, missing or another program's
+UNREADABLE = (OSError, yaml.YAMLError, ValueError, TypeError, LookupError)
 
 
 @dataclass(frozen=True)
@@ -133,13 +135,10 @@ def _of_saved(folder: Path, target: str, kwargs: Mapping[str, Any]) -> Source:
     Raises:
         UsageError: it has none that can be read.
     """
-    try:
+    problem = f"{target} must be a folder with a {SAVED} of save_pretrained or timm's save_for_hf"
+    with as_usage_error(problem):
         config = json.loads((folder / SAVED).read_text(encoding="utf-8"))
         is_transformers = "model_type" in config
-    except (OSError, ValueError, TypeError) as error:
-        raise UsageError(
-            f"{target} must be a folder with a {SAVED}, as save_pretrained and timm's save_for_hf write it"
-        ) from error
     if is_transformers:
         label = folder.resolve().name
         return Source(target, str(folder), label, kwargs, TRANSFORMERS, pretrained=True)
@@ -241,13 +240,9 @@ def read_config(folder: Path) -> tuple[dict, dict]:
     Raises:
         UsageError: not a run folder, or one of another format.
     """
-    try:
+    problem = f"{folder} is not a run folder, which has a {CONFIG} with a section `about`"
+    with as_usage_error(problem, UNREADABLE):
         config = _read_config(folder)
-    except (OSError, yaml.YAMLError, ValueError, TypeError, LookupError) as error:
-        raise UsageError(
-            f"{folder} is not a run folder of format {FORMAT}: it has no {CONFIG} with a section `about` "
-            f"({' '.join(str(error).split())})"
-        ) from error
     about = config.pop("about")
     if about.get("format") != FORMAT:
         raise UsageError(
@@ -276,7 +271,7 @@ def run_of_file(path: Path) -> Path | None:
     folder = folder_of_file(path)
     try:
         return folder if "format" in _read_config(folder)["about"] else None
-    except (OSError, yaml.YAMLError, ValueError, TypeError, LookupError):
+    except UNREADABLE:
         return None
 
 

@@ -1,20 +1,22 @@
 """Files of weights: safetensors with a checksum and a note, and the checkpoints of runs."""
 
 import hashlib
+import pickle
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from textwrap import shorten
 
 import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from ea_vision.base.errors import UsageError
+from ea_vision.base.errors import REFUSALS, UsageError, as_usage_error
 from ea_vision.models.note import NOTE, read_metadata
 
 CHECKPOINT_FORMAT = "ea_vision-checkpoint-3"
+# what readers of weights raise for damaged files
+UNREADABLE = (*REFUSALS, safetensors.SafetensorError, pickle.UnpicklingError)
 
 
 def _digest_of(tensors: Mapping[str, Tensor]) -> str:
@@ -48,12 +50,10 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     Raises:
         UsageError: no such file, not safetensors, or another checksum than was written.
     """
-    try:
+    with as_usage_error(f"weights {path} cannot be read", UNREADABLE):
         # safetensors cannot open a name that is not UTF-8
         state = safetensors.torch.load(path.read_bytes())
         expected = read_metadata(path).get("sha256")
-    except (OSError, safetensors.SafetensorError) as error:
-        raise UsageError(f"weights {path} cannot be read: {error}") from error
     if expected is not None and _digest_of(state) != expected:
         raise UsageError(f"weights {path} are damaged: their checksum does not match")
     state.pop(NOTE, None)
@@ -119,12 +119,8 @@ def load_state(model: nn.Module, state: Mapping[str, Tensor], source: str) -> No
         UsageError: names or shapes differ from the model's, or values are not finite.
     """
     check_finite(state, source)
-    try:
+    with as_usage_error(f"weights {source} do not fit the model"):
         model.load_state_dict(state)
-    except RuntimeError as error:
-        raise UsageError(
-            f"weights {source} do not fit the model: {shorten(str(error), 400)}"
-        ) from error
 
 
 def check_finite(state: Mapping[str, Tensor], source: str) -> None:

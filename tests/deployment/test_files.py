@@ -50,7 +50,10 @@ SHIPPED = "ea_conv_transformer_cifar"
 
 
 def about(model, size=(32, 32), classes=None):
-    return About("test", size, (0.5,) * 3, (0.5,) * 3, 1.0, "bilinear", model.num_classes, classes)
+    half = (0.5,) * 3
+    return About(
+        size, mean=half, std=half, name="test", num_classes=model.num_classes, classes=classes
+    )
 
 
 @pytest.fixture(scope="module")
@@ -242,7 +245,7 @@ def emptied(proto):
         ),
         (renamed, r"says that it takes images .* refuses: Required inputs \(\['pixels'\]\)"),
         (said(size=8), "its metadata lack"),
-        (emptied, "its metadata lack 'name'"),
+        (emptied, "its metadata lack: 'size'"),
     ],
 )
 def test_metadata_are_compared_with_the_network(change, message, tiny, tmp_path):

@@ -57,7 +57,7 @@ def test_boxes_are_in_pixels_of_the_image(model, photos):
     with torch.inference_mode():
         expected = model.model([pil_to_tensor(images[0]) / 255])[0]
     torch.testing.assert_close(detections[0], expected, atol=1e-4, rtol=0)
-    [double] = model.detect([images[0].resize((128, 128), Image.Resampling.NEAREST)])
+    [double] = detect(model.model, [images[0].resize((128, 128), Image.Resampling.NEAREST)])
     distances = double["boxes"][:20] - 2 * detections[0]["boxes"][0]
     assert distances.abs().amax(1).min() < 1.5
 
@@ -116,7 +116,7 @@ def test_the_command_writes_results_and_pictures(run, model, photos, tmp_path, c
     assert {row["category_id"] for row in rows} <= set(IDS)
     assert min(row["score"] for row in rows) >= 0.5
     assert {row["image_id"] for row in rows} == {str(folder / name) for name in SIZES}
-    [found] = model.detect([Image.open(photos / "wide.png")])
+    [found] = detect(model.model, [Image.open(photos / "wide.png")])
     bbox = box_convert(found["boxes"][0], "xyxy", "xywh").tolist()
     first, *_ = [row for row in rows if "wide" in row["image_id"]]
     assert first["bbox"] == pytest.approx(bbox, abs=1e-3)

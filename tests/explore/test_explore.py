@@ -19,6 +19,7 @@ from PIL import Image
 from torch import nn
 
 from ea_vision.base.errors import UsageError
+from ea_vision.detection.predict import detect
 from ea_vision.predict import predict
 from ea_vision.recorder.recording import recordable_layers
 from ea_vision.visualize import explore, plot_jacobian, plot_rollout, show_page
@@ -145,7 +146,7 @@ def test_entries_hold_the_surest_objects_of_a_detector(tmp_path):
     model = load_model(str(tmp_path / "run"))
     page = explore.Explorer([model], [recordable_layers(model.model)[-2:]])
     photo = picture(0, (90, 60))
-    [detected] = model.detect([photo])
+    [detected] = detect(model.model, [photo])
     objects = page.view("photo.png", photo)["models"][0]["predictions"]
     sure = detected["scores"] >= 0.3
     labels = detected["labels"][sure][:9].tolist()

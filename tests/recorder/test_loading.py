@@ -188,6 +188,6 @@ def test_names_that_are_no_utf8_are_names(tmp_path):
     loaded = load_model(str(copied))
     assert loaded.classes == ["ant", "bee", "cow"]
     program = folder / "net.pt2"
-    about = About("net", (16, 16), (0.5,) * 3, (0.2,) * 3, 1.0, "bilinear", 3)
+    about = About((16, 16), mean=(0.5,) * 3, std=(0.2,) * 3, name="net", num_classes=3)
     write(export_program(loaded.model, (16, 16)), program, about)
     assert load_model(str(program)).img_size == (16, 16)
