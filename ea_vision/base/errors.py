@@ -47,13 +47,14 @@ def near_matches(wrong: str, known, kind: str) -> str:
 
 
 @contextmanager
-def extra_required(what: str, packages: str, extra: str) -> Iterator[None]:
+def extra_required(what: str, packages: str, extra: str = "") -> Iterator[None]:
     """Turn the ImportError of packages that `what` needs into a UsageError that names them and their extra."""
     try:
         yield
     except ImportError as error:
+        of_extra = f" (the extra {extra})" if extra else ""
         raise UsageError(
-            f"{what} needs {packages}, not installed ({error}): pip install {packages} (the extra {extra})"
+            f"{what} needs {packages}, not installed ({error}): pip install {packages}{of_extra}"
         ) from error
 
 

@@ -104,7 +104,7 @@ def read_about(path: Path, tables: Tables) -> tuple[list[str], Evaluated | None]
         UsageError: write-ffcv did not write it, it belongs to other tables than these, or one of the files is damaged.
     """
     file = sidecar(path)
-    with as_usage_error(f"{file} must be a file as write-ffcv writes it ({_ADVICE})"):
+    with as_usage_error(f"{file} is required as write-ffcv writes it ({_ADVICE})"):
         about = json.loads(file.read_text(encoding="utf-8"))
         fits = about["fingerprint"] == tables.fingerprint(about)
     if not fits:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from ea_vision.base.errors import UsageError
+from ea_vision.base.errors import UsageError, extra_required
 from ea_vision.data.decoding import BrokenImage, decode_image
 from ea_vision.data.image_files import check_classes, fingerprint
 
@@ -124,13 +124,9 @@ class HubImages:
 
 def _table(dataset: str, root: str, splits: Sequence[str]) -> tuple[Any, str]:
     """Return the first of these splits that a data set has, and its name."""
-    try:
+    with extra_required("--dataset hfds/NAME", "datasets"):
         from datasets import load_dataset
-    except ImportError as error:
-        raise UsageError(
-            f"--dataset hfds/NAME needs Hugging Face's datasets, not installed ({error}): pip install "
-            "datasets"
-        ) from error
+
     for split in splits:
         try:
             return load_dataset(dataset, split=split, cache_dir=root or None), split

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-from ea_vision.base.errors import UsageError
+from ea_vision.base.errors import UsageError, as_usage_error
 from ea_vision.data import ilsvrc
 from ea_vision.data.decoding import BrokenImage, decode_image
 from ea_vision.data.folders import walk_images
@@ -63,7 +63,7 @@ class ImageFiles:
     def __init__(self, source: Path, num_classes: int = 0):
         self.source = source
         self.name = str(source)
-        try:
+        with as_usage_error(f"{source} cannot be read", OSError):
             entries = _entries_of(source)
             entries.sort(key=lambda entry: in_order(entry.name))
             self.names = [entry.name for entry in entries]
@@ -72,10 +72,6 @@ class ImageFiles:
             spans = [(entry.start, entry.size) for entry in entries]
             self._spans = np.array(spans, np.int64)
             labels = self._labels(entries)
-        except OSError as error:
-            raise UsageError(
-                f"{error.filename or source} cannot be read: {error.strerror or error}"
-            ) from error
         self.classes = sorted(set(labels), key=in_order)
         number = {name: target for target, name in enumerate(self.classes)}
         self.targets = np.array([number[label] for label in labels], np.int64)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ea_vision.base.errors import UsageError
+from ea_vision.base.errors import UsageError, as_usage_error
 from ea_vision.base.files import write_json
 from ea_vision.base.processes import World
 from ea_vision.detection.coco import CocoFolder, find_coco
@@ -28,6 +28,7 @@ from ea_vision.engine.evaluate import autocast
 from ea_vision.engine.train import Trainer
 from ea_vision.zoo.create import build
 from ea_vision.zoo.source import weights_and_note
+from ea_vision.zoo.weights_file import UNREADABLE
 
 DESCRIPTION = __doc__
 EXAMPLES = """\
@@ -202,15 +203,16 @@ class CocoDetection(DataModule):
         for name in ("img_size", "anchors", "gamma", "box_loss", "head_norm"):
             fixed[name] = getattr(config, name)
         try:
-            return build(
-                constructor,
-                config.model,
-                config.model_kwargs,
-                fixed=fixed,
-                optional=config.optional_kwargs,
-            )
+            with as_usage_error(f"weights {config.pretrained_path} cannot be read", UNREADABLE):
+                return build(
+                    constructor,
+                    config.model,
+                    config.model_kwargs,
+                    fixed=fixed,
+                    optional=config.optional_kwargs,
+                )
         except UsageError as error:
-            if "size mismatch" in str(error):
+            if "size mismatch" in str(error.__cause__):
                 raise UsageError(
                     f"weights {config.pretrained_path or 'of timm'} do not fit {config.model}: "
                     "classification weights have queries of at least 20 channels per head; "

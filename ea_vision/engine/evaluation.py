@@ -90,7 +90,7 @@ def options_of(schema: type, source: Source, given: dict) -> Any:
         begins_with = config.pretrained_path  # perhaps the recipe's
     if begins_with:
         raise UsageError(
-            f"--evaluate takes a file of weights itself, got {target} and pretrained_path {begins_with}"
+            f"--evaluate takes a file of weights itself, got {target} and --pretrained-path {begins_with}"
         )
     if source.weights is None:
         return config

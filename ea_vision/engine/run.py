@@ -21,7 +21,7 @@ from timm.utils import random_seed
 from torch import nn
 
 from ea_vision.base.devices import choose_device, device_named
-from ea_vision.base.errors import RunError, UsageError, near_matches
+from ea_vision.base.errors import RunError, UsageError, as_usage_error, near_matches
 from ea_vision.base.files import atomic_write, check_writable, write_json
 from ea_vision.base.processes import World, join_world, workers_watched
 from ea_vision.base.provenance import hardware, provenance
@@ -247,12 +247,8 @@ def check_network(module: type[DataModule], config: TrainConfig) -> None:
 
 def enable_checkpointing(model: nn.Module, name: str) -> None:
     """Turn on gradient checkpointing; raise UsageError if the model does not support it."""
-    try:
+    with as_usage_error(f"--grad-checkpointing needs a model that supports it, {name} does not"):
         model.set_grad_checkpointing(True)
-    except (AttributeError, AssertionError, NotImplementedError) as error:
-        raise UsageError(
-            f"--grad-checkpointing needs a model that supports it, {name} does not"
-        ) from error
 
 
 def freeze(model: nn.Module, config: TrainConfig) -> None:

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 from ea_vision.base.devices import peak_memory
-from ea_vision.base.errors import UsageError, extra_required
+from ea_vision.base.errors import as_usage_error, extra_required
 from ea_vision.base.files import atomic_write
 from ea_vision.base.units import MIB, duration
 from ea_vision.engine.config import TrainConfig
@@ -98,7 +98,8 @@ class StepLog:
         folder = self.path.parent.resolve()
         id_file = folder / "wandb_id.txt"
         number = id_file.read_text(encoding="utf-8") if id_file.exists() else uuid.uuid4().hex
-        try:
+        offline = "--wandb (WANDB_MODE=offline logs into the run folder only)"
+        with as_usage_error(offline, wandb.Error):
             board = wandb.init(
                 project=config.wandb,
                 id=number,
@@ -107,10 +108,6 @@ class StepLog:
                 dir=str(folder),
                 config=asdict(config),
             )
-        except wandb.Error as error:
-            raise UsageError(
-                f"--wandb: {error} (WANDB_MODE=offline logs into the run folder only)"
-            ) from error
         atomic_write(id_file, number.encode())
         return board
 

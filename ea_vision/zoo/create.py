@@ -15,7 +15,7 @@ import torch
 from timm.layers import to_ntuple
 from torch import nn
 
-from ea_vision.base.errors import UsageError, as_usage_error
+from ea_vision.base.errors import UsageError, as_usage_error, extra_required
 from ea_vision.models import plain_network
 from ea_vision.zoo.source import (
     CLASSIFICATION,
@@ -306,10 +306,8 @@ def transformers_model(folder: str, *, pretrained: bool = True, **kwargs: Any) -
         UsageError: random weights are wanted, transformers is missing or does not know the model, or the weights cannot
             be read.
     """
-    try:
+    with extra_required(folder, "transformers"):
         import transformers
-    except ImportError as error:
-        raise UsageError(f"{folder} needs transformers: pip install transformers") from error
     from ea_vision.models import huggingface
 
     if not pretrained:

@@ -12,7 +12,6 @@ from timm.data import ImageNetInfo
 from torch import Tensor, nn
 
 from ea_vision.base.errors import UsageError, as_usage_error
-from ea_vision.data.decoding import BrokenImage
 from ea_vision.data.image_names import displayable
 from ea_vision.models.inputs import built_size, input_channels
 from ea_vision.models.modes import unwrap
@@ -105,10 +104,8 @@ class LoadedModel:
             UsageError: a tensor has another shape or range, or an image is too narrow.
         """
         if isinstance(image, Image.Image):
-            try:
+            with as_usage_error("an image cannot be prepared"):
                 return self.preparation(image)
-            except BrokenImage as error:
-                raise UsageError(f"an image {error}") from error
         normalised = isinstance(image, Mapping)
         if normalised:
             image = _pixel_values(image)

@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from ea_vision.base.errors import UsageError, as_usage_error
+from ea_vision.base.errors import UsageError, as_usage_error, extra_required
 from ea_vision.data.augment import normalize
 from ea_vision.data.scaling import Scaling, Size
 from ea_vision.models.inputs import built_size
@@ -147,17 +147,12 @@ def _mixed(mixing: Tensor, images: Tensor) -> Tensor:
 def _image_processor(processor: Any) -> Any:
     """Return an image processor of transformers: itself, that of a processor of images and text, or the one at a path
     or of a name on the hub."""
-    try:
+    refused = as_usage_error(f"there is no image processor at {processor!r}")
+    with refused, extra_required(f"processor={processor!r}", "transformers"):
         import transformers
 
         if isinstance(processor, str):
             processor = transformers.AutoImageProcessor.from_pretrained(processor)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"there is no image processor at {processor!r}: {error}") from error
-    except ImportError as error:
-        raise UsageError(
-            f"processor={processor!r} needs transformers: pip install transformers"
-        ) from error
     processor = getattr(processor, "image_processor", processor)
     if not isinstance(processor, transformers.ImageProcessingMixin):
         raise UsageError(
