@@ -75,10 +75,9 @@ def class_logits(
         )
     if classes is None:
         return logits, logits.argmax(1)
-    if not all(index in range(logits.shape[1]) for index in classes):
-        raise UsageError(
-            f"a class must lie between 0 and {logits.shape[1] - 1}, got {list(classes)}"
-        )
+    count = logits.shape[1]
+    if not all(index in range(count) for index in classes):
+        raise UsageError(f"a class must lie between 0 and {count - 1}, got {list(classes)}")
     return logits, torch.tensor(classes, device=logits.device)
 
 

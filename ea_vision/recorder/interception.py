@@ -176,12 +176,12 @@ class Hooks(ExitStack):
         """Register hook(module, args, kwargs[, output]) by a method such as `module.register_forward_hook`; how: more
         keywords of that method. The hook's return value is ignored."""
 
-        def own(*given: Any) -> None:
+        def in_this_thread(*args: Any) -> None:
             if threading.get_ident() == self.thread:
-                hook(*given)
+                hook(*args)
 
         with _lock:
-            self.callback(register(own, with_kwargs=True, **how).remove)
+            self.callback(register(in_this_thread, with_kwargs=True, **how).remove)
 
     def after(self, module: nn.Module, method: str, hook: Callable[..., None]) -> None:
         """Call hook(_, args, kwargs, results) after each call of a module's method. Meanwhile a module replaces the

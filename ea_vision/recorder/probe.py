@@ -197,13 +197,13 @@ def results_table(results: Sequence[dict]) -> str:
     batches_of_layers = defaultdict(lambda: defaultdict(list))
     layers = sorted({one["layer"] for one in results})
     for one in results:
-        by_layer = batches_of_layers[one["model"], one["maps"]]
-        by_layer[one["layer"]].append(one["top1"])
+        accuracies = batches_of_layers[one["model"], one["maps"]]
+        accuracies[one["layer"]].append(one["top1"])
     rows = [["model", "maps", *(f"layer {layer}" for layer in layers)]]
-    for (model, kind), by_layer in batches_of_layers.items():
+    for (model, kind), accuracies in batches_of_layers.items():
         row = [model, kind]
         for layer in layers:
-            values = by_layer[layer]
+            values = accuracies[layer]
             if not values:  # another model's layer
                 row.append("")
                 continue
@@ -312,11 +312,6 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _limited(split: Images, count: int, seed: int) -> Images:
-    """Return `count` of a split's images, drawn by a seed, or all if it has no more."""
-    return hold_out(split, count, seed)[1] if count < len(split) else split
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command: probe models."""
     options = make_parser().parse_args(argv)
@@ -355,7 +350,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise UsageError(f"--unseen needs at least 5 test images, got {len(data.test)}")
             splits = hold_out(data.test, len(data.test) // 5, first)
         if options.limit:
-            splits = [_limited(split, options.limit, first) for split in splits]
+            splits = [
+                hold_out(split, options.limit, first)[1] if options.limit < len(split) else split
+                for split in splits
+            ]
         for one in probe(target, model, options, recipe, splits, len(data.classes)):
             results.append(one)
             rows = [{**row, "top1": f"{row['top1']:.2f}"} for row in results]

@@ -187,12 +187,12 @@ class _Watch:
         else:
             feat_size = (1, q.shape[2])  # tokens have no positions in their logits
 
-        def own() -> Tensor:
-            own_logits = module.logits_of(q, k, feat_size)
-            return own_logits if bias is None else own_logits + bias
+        def own_logits() -> Tensor:
+            products = module.logits_of(q, k, feat_size)
+            return products if bias is None else products + bias
 
         if logits is None:
-            logits = own()
+            logits = own_logits()
         self.place(logits, layout)
         if "attn" in self.parts:
             attn = self.mixed
@@ -208,7 +208,7 @@ class _Watch:
             return
         added = self.parts & {*evolution.part_names}
         if added or "self_logits" in self.parts:
-            self_logits = own()
+            self_logits = own_logits()
             self.save("self_logits", self_logits)
         if added:
             previous = self_logits if prev_logits is None else prev_logits

@@ -69,7 +69,8 @@ def draw_change(
         UsageError: none of the layers evolves from a previous map.
     """
     add_own_alone(recording)
-    evolving = [layer for layer in layers if OWN_ALONE in recording.maps[layer].recorded()]
+    maps = recording.maps
+    evolving = [layer for layer in layers if OWN_ALONE in maps[layer].recorded()]
     if not evolving:
         raise UsageError(
             f"layers that evolve from a previous map are required, and {recording.model.label} has none of these "
@@ -78,7 +79,7 @@ def draw_change(
     blocks = [_block(recording, layer, head, point, style) for layer in evolving]
     same_scale = "" if style.scale == "tile" else ", at the same scale"
     note = f"{head_name(head)}, {queries_name([point])}; without: own logits alone{same_scale}"
-    photo = photo_of(recording, [point], recording.maps[evolving[0]].feat_size)
+    photo = photo_of(recording, [point], maps[evolving[0]].feat_size)
     return map_sheet(title_of(recording.model), blocks, style, note=note, photo=photo, **page)
 
 
@@ -86,12 +87,10 @@ def _block(recording: Recording, layer: int, head: Head, point: Query, style: Ma
     """Return a layer's row under a sentence that says how much the previous map changed."""
     previous = f"layer {layer - 1}"
     titles = {OWN_ALONE: f"without {previous}'s map", "attn": f"with {previous}'s map"}
-    tiles = []
-    maps = []
-    for part, title in titles.items():
-        tiles.append(tile_of(recording, layer, style, head, point, part, title))
-        maps.append(recording.query_map(layer, point, head, part))
-    alone, attn = maps
+    tiles = [
+        tile_of(recording, layer, style, head, point, part, title) for part, title in titles.items()
+    ]
+    alone, attn = [tile.values for tile in tiles]
     title = f"what {previous}'s map changed"
     tiles.append(_change_tile(attn - alone, recording, style, point, title))
     share = f"{recording.change(layer, point, head):.0%}"

@@ -137,7 +137,7 @@ def pack(
     """
     streams = {}
     places = {number: {} for number in maps}
-    known = {}
+    stored = {}
     for part in (*STORED_PARTS, DIFFERENCE):
         stream = bytearray()
         for number, parts in maps.items():
@@ -147,12 +147,12 @@ def pack(
                 data = parts[part].tobytes()
             else:
                 data = _packed(parts[part], prefix)
-            if data not in known:
-                known[data] = [part, len(stream)]
+            if data not in stored:
+                stored[data] = [part, len(stream)]
                 if np.isneginf(parts[part]).any():
-                    known[data].append(HIDDEN)
+                    stored[data].append(HIDDEN)
                 stream += data
-            places[number][part] = known[data]
+            places[number][part] = stored[data]
         if stream:
             streams[part] = _text_of(zlib.compress(stream, 6))
     return streams, places
@@ -518,16 +518,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     output = check_output(Path(options.output), options.suffixes)
     paths = find_images(options.images)
     epochs = options.through == "checkpoints"
-    if not epochs:
+    if epochs:
+        only(paths, "image")
+    else:
         check_count(options.model or DEMO)
     pictures = [read_image(path) for path in paths]
     jobs = list(zip(names_of(paths), pictures, strict=True))
-    if epochs:
-        picture = only(pictures, "image")
     models = models_of(options)
     if epochs:
         run = only(list(dict.fromkeys(map(run_label, models))), "run")
-        jobs = [(f"epoch {model.epoch}", picture, [model]) for model in models]
+        jobs = [(f"epoch {model.epoch}", *pictures, [model]) for model in models]
         models = [replace(models[0], label=run)]
     explorer = make_explorer(models, pictures[0], options.layers, options.heads)
     page = _page_of(explorer, jobs, epochs).encode()

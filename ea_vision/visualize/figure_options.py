@@ -152,15 +152,15 @@ def make_parser(
 class _FigureParser(CommandParser):
     def parse_known_args(self, args=None, namespace=None):
         """Parse; images may follow --queries, which takes all words up to the next option."""
-        known, unknown = super().parse_known_args(args, namespace)
-        queries = getattr(known, "queries", None) or []
+        options, unknown = super().parse_known_args(args, namespace)
+        queries = getattr(options, "queries", None) or []
         images = [word for word in queries if _is_image(word)]
-        known.images = known.images + images
+        options.images = options.images + images
         if images:
-            known.queries = [word for word in queries if word not in images] or None
-        if not known.images:
+            options.queries = [word for word in queries if word not in images] or None
+        if not options.images:
             self.error("the following arguments are required: IMAGE")
-        return known, unknown
+        return options, unknown
 
 
 def _is_image(word: str) -> bool:

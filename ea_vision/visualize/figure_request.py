@@ -82,7 +82,8 @@ def parse_heads(text: str, layers: Sequence[LayerMaps]) -> list[Head]:
     Raises:
         UsageError: a head that was not recorded of every layer.
     """
-    common = [head for head in layers[0].heads if all(head in layer.heads for layer in layers)]
+    shared = set.intersection(*(set(layer.heads) for layer in layers))
+    common = [head for head in layers[0].heads if head in shared]
     heads = []
     for item in text.split(","):
         if item == ALL:
@@ -122,14 +123,12 @@ def title_of(model: LoadedModel) -> str:
 def as_models(models, **images) -> list[LoadedModel]:
     """Load one model, several, or a mapping from labels to models; return a list of models with unique labels.
     **images: see `as_model`."""
-    if isinstance(models, Mapping):
-        loaded = [as_model(model, **images) for model in models.values()]
-        labels = list(models)
-    else:
-        is_one = isinstance(models, (str, Path, nn.Module, LoadedModel))
-        image_list = [models] if is_one else models
-        loaded = [as_model(model, **images) for model in image_list]
-        labels = numbered([model.label for model in loaded])
+    if isinstance(models, (str, Path, nn.Module, LoadedModel)):
+        models = [models]
+    have_labels = isinstance(models, Mapping)
+    values = models.values() if have_labels else models
+    loaded = [as_model(model, **images) for model in values]
+    labels = models if have_labels else numbered([model.label for model in loaded])
     for model, label in zip(loaded, labels, strict=True):
         model.label = label
     return loaded
@@ -183,8 +182,7 @@ def record(
         model.check_channels(error)
         raise
     size = tuple(x.shape[1:])
-    covered = [layer.layout.covered for layer in maps.values() if layer.layout.covered]
-    shown = covered[0] if covered else size
+    shown = next((layer.layout.covered for layer in maps.values() if layer.layout.covered), size)
     photo = model.preparation.photo(image) if isinstance(image, Image.Image) else None
     if photo is not None and shown != size:
         photo = _part_of_photo(photo, size, shown)
@@ -213,7 +211,7 @@ class FigureRequest:
     Attributes:
         models: loaded.
         layers: of each model, those to draw.
-        queries: as they were passed; `points` parses them.
+        queries: as the commands take them; `points` parses them.
         style: a `MapStyle`.
         width: inches, or None.
 
@@ -239,10 +237,7 @@ class FigureRequest:
     ):
         self.style = style_of(style, style_fields)
         self.width = check_width(width)
-        if queries is None:
-            self.queries = []
-        else:
-            self.queries = [queries] if isinstance(queries, (str, Number)) else list(queries)
+        self.queries = [] if queries is None else list(map(text_of, _listed(queries)))
         self.some = some
         self.default_layers = layers is None
         self.models = as_models(models, processor=processor, mean=mean, std=std)
@@ -279,7 +274,7 @@ class FigureRequest:
         return recordings
 
     def _has_queries(self, layer: LayerMaps) -> bool:
-        texts = [text_of(query) for query in self.queries or ["0,0"]]
+        texts = self.queries or ["0,0"]
         tokens = [text for text in texts if text.isalnum() and text != ALL]
         if len(tokens) < len(texts) and not layer.pixels_ask:
             return False
@@ -297,7 +292,7 @@ class FigureRequest:
         """Return the query points in pixels of the first recording in `seen`, or without one of the first model's
         input. default: points as fractions of height and width."""
         size = (seen or self.models)[0].img_size
-        return parse_queries(list(map(text_of, self.queries)), size, default)
+        return parse_queries(self.queries, size, default)
 
     def fit_page(self, draw: Callable[..., Figure]) -> Figure:
         """Draw the layers. Of layers that were taken by default, draw only as many, evenly spaced, as fit a page.
@@ -325,7 +320,11 @@ class FigureRequest:
         return draw(*(numbers[:1] for numbers in self.numbers))
 
 
+def _listed(value: str | Number | Sequence) -> Sequence:
+    """Return a list of one value, or several as they are."""
+    return [value] if isinstance(value, (str, Number)) else value
+
+
 def text_of(value: str | int | Sequence[int | str]) -> str:
     """Write items as the commands take them, separated by commas."""
-    items = [value] if isinstance(value, (str, Number)) else value
-    return ",".join(map(str, items))
+    return ",".join(map(str, _listed(value)))

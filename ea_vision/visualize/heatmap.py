@@ -20,7 +20,7 @@ from ea_vision.visualize.figure_request import (
     title_of,
 )
 from ea_vision.visualize.map_style import STYLE, MapStyle, map_sheet
-from ea_vision.visualize.sheet import Block, Row
+from ea_vision.visualize.sheet import Block, Row, in_one_row
 from ea_vision.visualize.tiles import (
     ALL,
     Head,
@@ -63,12 +63,12 @@ def plot_heatmap(
         queries = ALL
     request = FigureRequest(models, layers, heads, queries, some=True, **how)
     images = as_images(images)
-    several = len(images) > 1
-    if several and len(request.models) > 1:
+    many_images = len(images) > 1
+    if many_images and len(request.models) > 1:
         raise UsageError(
             f"several models need one image, got {len(request.models)} models and a list of {len(images)}"
         )
-    if several:
+    if many_images:
         only(request.queries, "query of several images")
     recordings = []
     for image in images:
@@ -77,7 +77,7 @@ def plot_heatmap(
     heads = request.heads(recordings)
 
     def draw(*layers: Sequence[int], style: MapStyle, **page) -> Figure:
-        if several:
+        if many_images:
             layers = layers * len(images)
             page |= {"names": names_of(images), "photos": True}
         return draw_heatmap(recordings, layers, heads, points, style, **page)
@@ -137,10 +137,9 @@ def draw_heatmap(
     for numbers in zip(*layers, strict=True):
         rows = _rows(recordings, numbers, heads, points, style)
         in_a_grid = len(layers[0]) > 1 and len(rows) == 1
-        sizes = {}
-        for recording, number in zip(recordings, numbers, strict=True):
-            sizes[map_name(recording.maps[number], in_a_grid)] = None
-        blocks.append(Block(rows, "\n".join(sizes)))
+        pairs = zip(recordings, numbers, strict=True)
+        sizes = [map_name(recording.maps[number], in_a_grid) for recording, number in pairs]
+        blocks.append(Block(rows, "\n".join(dict.fromkeys(sizes))))
     if len(recordings) > 1:
         note += meaning
         for block in blocks[:1] if photos else blocks:
@@ -174,31 +173,25 @@ def _rows(
             tiles = []
             for recording, number, head in line:
                 place = cell_of(point, recordings[0].img_size, recording.img_size)
-                tile = tile_of(recording, number, style, head, place, number=index)
-                tile.title = "" if rows or len(pairs) > 1 else head_name(head)
-                tiles.append(tile)
+                title = "" if rows or len(pairs) > 1 else head_name(head)
+                tiles.append(
+                    tile_of(recording, number, style, head, place, title=title, number=index)
+                )
             labels = [f"query {index}"] if len(points) > 1 else []
             if len(lines) > 1:
                 labels.append(head_name(head))
             rows.append(Row(tiles, "\n".join(labels)))
-    if len(pairs) > 1 or len(heads) > 1 or len(points) == 1:
-        return rows
-    for row in rows:
-        row.tiles[0].title = row.label
-    return [Row([row.tiles[0] for row in rows])]
+    single_tiles = len(pairs) == len(heads) == 1 < len(points)
+    return in_one_row(rows) if single_tiles else rows
 
 
 def _short_names(names: Sequence[str]) -> tuple[Sequence[str], str]:
     """Return names that fit above a map, and a legend: letters with their meanings unless all names are short."""
     if all(len(name) <= 14 for name in names):
         return names, ""
-    short = []
-    meanings = []
-    for index, name in enumerate(names):
-        letter = ascii_uppercase[index % 26] + "'" * (index // 26)
-        short.append(letter)
-        meanings.append(f"{letter}: {name}")
-    return short, "\n" + "; ".join(meanings)
+    letters = [ascii_uppercase[index % 26] + "'" * (index // 26) for index in range(len(names))]
+    meanings = map(": ".join, zip(letters, names, strict=True))
+    return letters, "\n" + "; ".join(meanings)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

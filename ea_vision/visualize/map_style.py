@@ -233,27 +233,27 @@ def map_sheet(
         photo: see `photo_of`.
         **page: width and left_out, see `sheet`.
     """
-    compared = [block for block in blocks if block.maps()]
-    kinds = {}
-    for block in compared:
-        kinds |= {_kind(tile.part): None for tile in block.maps()}
+    maps = list(chain.from_iterable(block.maps() for block in blocks))
+    kinds = dict.fromkeys(_kind(tile.part) for tile in maps)
     shared = []
     foot = ""
     for kind in kinds:
-        by_row = kind == "logits" and len(kinds) > 1
+        scaled_by_row = kind == "logits" and len(kinds) > 1
         owners = []
         groups = []
-        for owner in chain.from_iterable(block.rows for block in compared) if by_row else compared:
+        for owner in (
+            chain.from_iterable(block.rows for block in blocks) if scaled_by_row else blocks
+        ):
             tiles = [tile for tile in owner.maps() if _kind(tile.part) == kind]
             if tiles:
                 owners.append(owner)
                 groups.append(tiles)
         bars = scaled(groups, style)
         if style.has_fog(kind):
-            note += f"; {fog_note(compared)}"
+            note += f"; {fog_note(maps)}"
         elif len(bars) == 1:
             shared += bars
-        elif by_row:
+        elif scaled_by_row:
             for row, bar in zip(owners, bars, strict=True):
                 row.label += f"\n\N{PLUS-MINUS SIGN}{bar.texts[-1]}"
             ends = ["lowest", "", "0", "", "highest"]
@@ -267,9 +267,8 @@ def map_sheet(
     return sheet(title, blocks, note=note, photo=photo, bars=shared, foot=foot, **page)
 
 
-def fog_note(blocks: Sequence[Block]) -> str:
+def fog_note(tiles: Sequence[Tile]) -> str:
     """Explain the fog, and the number of its cells."""
-    tiles = chain.from_iterable(block.maps() for block in blocks)
     shapes = {tile.values.shape for tile in tiles if is_attention(tile.part)}
     sizes = " and ".join(f"{height} x {width}" for height, width in sorted(shapes, reverse=True))
     return (

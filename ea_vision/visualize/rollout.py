@@ -7,6 +7,7 @@ out."""
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import zip_longest
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -123,10 +124,10 @@ def draw_rollout(
     """
     first = recordings[0]
     points = [point for point in points if point != ALL]  # their mean is always drawn
-    blocks = []
-    for index, recording in enumerate(recordings):
-        name = classes[index] if classes else ""
-        blocks.append(_block(recording, first.img_size, points, style, name))
+    blocks = [
+        _block(recording, first.img_size, points, style, name)
+        for recording, name in zip_longest(recordings, classes, fillvalue="")
+    ]
     title = "attention rollout"
     note = "where the last map's pixels come from, through all layers; all pixels: their mean"
     if classes:
@@ -161,14 +162,18 @@ def evidence_of(recording: Recording, target: int) -> np.ndarray:
         UsageError: see `ea_vision.recorder.class_evidence.add_class_evidence`, and layers without queries of pixels.
     """
     add_class_evidence(recording.model.model, recording.batch, recording.maps, [target])
-    layers = _asking(recording)
-    return _summary(_rollout(layers, of_class=True), layers[-1], True)[0]
+    return _rollout(_asking(recording), of_class=True)[1]
 
 
-def _rollout(layers: Sequence[LayerMaps], of_class: bool) -> np.ndarray:
-    """Return the rollout of a class's evidence, or of attention, for each token of the last layer: (T', H, W), in units
-    of uniform attention."""
+def _rollout(layers: Sequence[LayerMaps], of_class: bool) -> tuple[np.ndarray, np.ndarray, str]:
+    """Return the rollout of a class's evidence, or of attention, in units of uniform attention.
+
+    Returns:
+        (T', H, W), for each token of the last layer; (H, W), the mean over its pixels, or of a class's evidence that
+        of the class token; and what the second is of.
+    """
     first = layers[0]
+    last = layers[-1]
     maps = {layer.number: layer for layer in layers}
     [shares] = class_rollout(maps) if of_class else attention_rollout(maps)  # (T', T)
     rollout = shares[:, first.num_prefix_tokens :]
@@ -176,24 +181,20 @@ def _rollout(layers: Sequence[LayerMaps], of_class: bool) -> np.ndarray:
         rollout = rollout / rollout.sum(-1, keepdim=True).clamp_min(TINY) * rollout.shape[-1]
     else:
         rollout = rollout * shares.shape[-1]
-    return rollout.unflatten(-1, first.feat_size).cpu().numpy()
-
-
-def _summary(rollout: np.ndarray, last: LayerMaps, of_class: bool) -> tuple[np.ndarray, str]:
-    """Return the mean over all pixels, or of a class's evidence that of the class token, and its name."""
+    rollout = rollout.unflatten(-1, first.feat_size).cpu().numpy()
     if of_class and "cls" in last.prefix_names:
-        return rollout[last.token("cls")], "class token"
-    return rollout[last.num_prefix_tokens :].mean(0), "all pixels"
+        return rollout, rollout[last.token("cls")], "class token"
+    return rollout, rollout[last.num_prefix_tokens :].mean(0), "all pixels"
 
 
 def _block(
     recording: Recording, img_size: Size, points: Sequence[Query], style: MapStyle, class_name: str
 ) -> Block:
     """Return a block with the model's name and one row in units of uniform attention: one tile per query, in pixels of
-    an input of `img_size`, and one tile of all queries together, see `_summary`."""
+    an input of `img_size`, and one tile of all queries together, see `_rollout`."""
     layers = _asking(recording)
     last = layers[-1]
-    rollout = _rollout(layers, bool(class_name))
+    rollout, values, title = _rollout(layers, bool(class_name))
     name = f"{title_of(recording.model)}, {layers_name([layer.number for layer in layers])}"
     part = "attn_rollout"
     if class_name:
@@ -203,10 +204,8 @@ def _block(
     for number, point in enumerate(points, start=1):
         place = cell_of(point, img_size, recording.img_size)
         row = rollout[last.token(recording.cell(last.number, place))]
-        title = f"query {number}"
         where = {"point": place, "number": number, "cells": last.feat_size}
-        tiles.append(map_of(row, recording, style, title, part=part, **where))
-    values, title = _summary(rollout, last, bool(class_name))
+        tiles.append(map_of(row, recording, style, f"query {number}", part=part, **where))
     tiles.append(map_of(values, recording, style, title, part=part))
     if _has_convolutions(recording.model.model):
         name += "; approximation: convolutions left out"

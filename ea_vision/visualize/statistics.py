@@ -81,10 +81,6 @@ def _batches(model: LoadedModel, images: Sequence[AnyImage], size: int) -> Itera
         yield model.batch_of([model.input_of(image) for image in batch])
 
 
-def _entropy(layer: LayerQuantities) -> Tensor:
-    return layer.entropies / layer.uniform_entropy
-
-
 def _correlation(layer: LayerQuantities) -> Tensor:
     if layer.correlations is None:
         return torch.tensor([[math.nan]])
@@ -107,13 +103,14 @@ class Panel:
     uniform: Callable[[LayerQuantities], float] | None = None
     top: float = 1.05
 
-    def is_known(self, measured: Mapping[str, Sequence[LayerQuantities]]) -> bool:
-        layers = chain.from_iterable(measured.values())
+    def is_known(self, layers: Sequence[LayerQuantities]) -> bool:
         return any(self.values(layer).isfinite().any() for layer in layers)
 
 
 PANELS = (
-    Panel("entropy / log N", _entropy, lambda layer: 1.0),
+    Panel(
+        "entropy / log N", lambda layer: layer.entropies / layer.uniform_entropy, lambda layer: 1.0
+    ),
     Panel(
         "distance of attention (pixels of the input)",
         lambda layer: layer.distances,
@@ -138,13 +135,13 @@ def draw_statistics(
     Raises:
         UsageError: no quantity is finite: maps contain NaN, or have negative entries and belong to one image and layer.
     """
-    panels = [panel for panel in PANELS if panel.is_known(measured)]
+    layers = list(chain.from_iterable(measured.values()))
+    panels = [panel for panel in PANELS if panel.is_known(layers)]
     if not panels:
         raise UsageError(
             f"maps whose entries are numbers of at least 0 are required, got none of {', '.join(measured)}"
         )
     width = check_width(width) or PAGE
-    layers = list(chain.from_iterable(measured.values()))
     numbers = [layer.number for layer in layers]
     columns = 2 if width >= 5 and len(panels) > 1 else 1
     rows = -(-len(panels) // columns)
@@ -200,23 +197,20 @@ def _draw_model(
     colors = color_cycle()
     color = colors[number % len(colors)]
     marker = MARKERS[number % len(MARKERS)]
-    x = []
-    means = []
-    spreads = []
+    line = []  # x, mean and spread of each layer
     for index, layer in enumerate(layers):
         if index and layer.feat_size != layers[index - 1].feat_size:
-            for line in (x, means, spreads):
-                line.append(math.nan)
+            line.append([math.nan] * 3)
         values = values_of(layer)
         heads = values.nanmean(0)  # NaN where a map is constant
         images = values.nanmean(1)
         images = images[images.isfinite()]
-        x.append(layer.number + shift)
-        means.append(heads.nanmean().item())
-        spreads.append(images.std().item() if len(images) > 1 else math.nan)
-        places = [x[-1]] * len(heads)
-        dots = axes.scatter(places, heads, s=5, color=color, marker=marker)
+        x = layer.number + shift
+        spread = images.std().item() if len(images) > 1 else math.nan
+        line.append([x, heads.nanmean().item(), spread])
+        dots = axes.scatter([x] * len(heads), heads, s=5, color=color, marker=marker)
         dots.set(alpha=0.35, linewidths=0)
+    x, means, spreads = zip(*line, strict=True)
     axes.plot(x, means, label=label, color=color, marker=marker)
     axes.errorbar(x, means, spreads, fmt="none", ecolor=color, elinewidth=0.8, alpha=0.7)
 

@@ -26,7 +26,7 @@ from ea_vision.visualize.figure_request import (
 from ea_vision.visualize.heatmap import draw_heatmap
 from ea_vision.visualize.map_style import STYLE, MapStyle, map_sheet
 from ea_vision.visualize.run_epochs import epochs_of, run_label
-from ea_vision.visualize.sheet import Block, Row, Tile
+from ea_vision.visualize.sheet import Block, Row, Tile, in_one_row
 from ea_vision.visualize.tiles import (
     MEAN,
     OWN_ALONE,
@@ -79,10 +79,10 @@ def plot_strip(
     if through == "checkpoints":
         if change:
             raise UsageError("change is drawn through layers, got through='checkpoints'")
-        request = FigureRequest(epochs_of(model), layers, [head], queries, **how)
+        request = FigureRequest(epochs_of(model), layers, head, queries, **how)
         recordings = request.record(image)
     else:
-        request = FigureRequest(model, layers, [head], queries, some=True, **how)
+        request = FigureRequest(model, layers, head, queries, some=True, **how)
         only(request.models, "model")
         recordings = request.record(image, PARTS)
     points = request.points(MIDDLE, recordings)
@@ -207,9 +207,7 @@ def draw_strip(
         for tile, heading in zip(rows[0].tiles, columns.values(), strict=True):
             tile.title = heading
         if len(columns) == 1:  # attention alone
-            for row in rows:
-                row.tiles[0].title = row.label
-            rows = [Row([row.tiles[0] for row in rows])]
+            rows = in_one_row(rows)
         name = ""
         if len(chains) > 1:
             size = "x".join(map(str, chain[0].feat_size))

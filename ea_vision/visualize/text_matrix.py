@@ -6,7 +6,7 @@ causal attention, and padding.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
@@ -179,10 +179,9 @@ def record_text(
         sides.append(side)
         mask = inputs.get(f"{name}attention_mask")
         padding.append(None if mask is None else (mask[0] == 0).cpu().numpy())
-    recording = Recording(loaded, None, maps)
-    if tokens is None:
-        return recording, Tokens(*sides, padding)
-    return recording, replace(tokens_of(tokens), padding=padding)
+    written = Tokens(*sides) if tokens is None else tokens_of(tokens)
+    written.padding = padding
+    return Recording(loaded, None, maps), written
 
 
 def token_block(
