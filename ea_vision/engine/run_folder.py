@@ -146,7 +146,7 @@ def read_results(folder: Path) -> dict | None:
     path = folder / RESULTS
     if not path.exists():
         return None
-    problem = f"cannot read {path} (delete it, and the run's command writes it again)"
+    problem = f"cannot read {path}: delete it, and the run's command writes it again"
     with as_usage_error(problem):
         results = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(results, dict) or "epochs" not in results:
