@@ -240,7 +240,7 @@ def read_config(folder: Path) -> tuple[dict, dict]:
     Raises:
         UsageError: not a run folder, or one of another format.
     """
-    problem = f"{folder} is not a run folder, which has a {CONFIG} with a section `about`"
+    problem = f"{folder} is not a run folder of format {FORMAT}, with `about` in its {CONFIG}"
     with as_usage_error(problem, UNREADABLE):
         config = _read_config(folder)
     about = config.pop("about")
