@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
-from textwrap import shorten
 
 # Exceptions that libraries raise for values and files that they refuse.
 REFUSALS = (
@@ -60,14 +59,19 @@ def extra_required(what: str, packages: str, extra: str = "") -> Iterator[None]:
 
 @contextmanager
 def as_usage_error(problem: str, kinds=REFUSALS) -> Iterator[None]:
-    """Turn errors of these kinds into a UsageError of one line: `problem`, and after a colon what they say."""
+    """Turn errors of these kinds into a UsageError of one line: `problem`, and after a colon what they say, of long
+    texts both ends."""
     try:
         yield
     except (UsageError, RunError):
         raise
     except kinds as error:
-        reason = shorten(str(error), 400) or type(error).__name__
-        raise UsageError(f"{problem}: {reason}") from error
+        reason = " ".join(str(error).split())
+        if len(reason) > 800:
+            reason = f"{reason[:400]} [...] {reason[-400:]}"
+        if isinstance(error, KeyError):
+            reason = f"there is no {reason}"
+        raise UsageError(f"{problem}: {reason or type(error).__name__}") from error
 
 
 class CommandParser(argparse.ArgumentParser):

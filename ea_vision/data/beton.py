@@ -65,9 +65,10 @@ def read_tables(path: Path) -> Tables:
     Raises:
         UsageError: FFCV is not installed, or the file is missing, of another kind or incomplete.
     """
-    # the reader raises many kinds on other bytes
+    reader_module = require_ffcv("ffcv.reader")
+    # it raises many kinds on other bytes
     with as_usage_error(f"{path} is not a whole .beton file", Exception):
-        reader = require_ffcv("ffcv.reader").Reader(str(path))
+        reader = reader_module.Reader(str(path))
         kinds = [type(field).__name__ for field in reader.handlers.values()]
     sizes = np.sort(reader.alloc_table, order="sample_id")["size"]
     # The sizes come last in the file.

@@ -134,7 +134,7 @@ def _load_torchvision(name: str, root: Path, scaling: Scaling, download: bool) -
     problem = (
         f"{name} cannot be read from {root} (--download fetches it, folder reads tars and folders)"
     )
-    with as_usage_error(problem):
+    with as_usage_error(problem, (RuntimeError, OSError)):
         train = read(str(root), train=True, download=download)
         test = read(str(root), train=False, download=download)
     return DataSet(

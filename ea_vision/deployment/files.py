@@ -183,7 +183,7 @@ class ExportedNetwork(nn.Module):
         with as_usage_error(f"cannot read {path}", Exception):
             open_file = _open_program if path.suffix.lower() == ".pt2" else _open_onnx
             metadata, self.run = open_file(path)
-        problem = f"{path} must be a network that ea-vision export wrote; its metadata lack"
+        problem = f"{path} must be a network that ea-vision export wrote, with its metadata"
         with as_usage_error(problem, Exception):
             about = About(
                 **{field.name: json.loads(metadata[field.name]) for field in fields(About)}

@@ -28,7 +28,7 @@ from ea_vision.engine.evaluate import autocast
 from ea_vision.engine.train import Trainer
 from ea_vision.zoo.create import build
 from ea_vision.zoo.source import weights_and_note
-from ea_vision.zoo.weights_file import UNREADABLE
+from ea_vision.zoo.weights_file import DAMAGED
 
 DESCRIPTION = __doc__
 EXAMPLES = """\
@@ -203,7 +203,7 @@ class CocoDetection(DataModule):
         for name in ("img_size", "anchors", "gamma", "box_loss", "head_norm"):
             fixed[name] = getattr(config, name)
         try:
-            with as_usage_error(f"weights {config.pretrained_path} cannot be read", UNREADABLE):
+            with as_usage_error(f"weights {config.pretrained_path} cannot be read", DAMAGED):
                 return build(
                     constructor,
                     config.model,

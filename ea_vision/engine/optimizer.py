@@ -27,6 +27,12 @@ from ea_vision.layers import attention_layers, learnable_gates
 from ea_vision.layers.across.token_conv import TokenConv
 
 LOOKAHEAD = "lookahead_"  # before the name of the optimiser that it wraps
+REFUSED = (
+    TypeError,
+    ValueError,
+    AssertionError,
+    LookupError,
+)  # what timm and torch raise for values
 # A keyword of Muon that older releases of timm lack: the rate of its AdamW divided by that of the matrices.
 FALLBACK_SCALE = "fallback_lr_scale"
 MUON_SCALES_FALLBACK = FALLBACK_SCALE in inspect.signature(timm.optim.Muon).parameters
@@ -63,9 +69,9 @@ def build_optimizer(
     if config.opt.endswith("muon") and not MUON_SCALES_FALLBACK:
         scale = kwargs.pop(FALLBACK_SCALE, 1.0)
     layer_decay = getattr(config, "layer_decay", 1.0)  # an option of classifiers
-    values = {"lr": lr, "momentum": config.momentum, **config.opt_kwargs}
+    values = {"lr": f"{lr:g}", "momentum": config.momentum, **config.opt_kwargs}
     shown = " ".join(f"{key}={value}" for key, value in values.items())
-    with as_usage_error(f"optimiser {config.opt} refuses {shown}"):
+    with as_usage_error(f"optimiser {config.opt} refuses {shown}", REFUSED):
         optimizer = timm.optim.create_optimizer_v2(
             model,
             config.opt,
@@ -180,7 +186,7 @@ def load_optimizer(
     new_options = []
     for group in optimizer.param_groups:
         new_options.append({key: value for key, value in group.items() if key in option_keys})
-    with as_usage_error(f"optimiser state of {source} does not fit {config.opt}"):
+    with as_usage_error(f"optimiser state of {source} does not fit {config.opt}", REFUSED):
         optimizer.load_state_dict(state)
     for group, ours in zip(optimizer.param_groups, new_options, strict=True):
         group.update(ours)

@@ -83,9 +83,10 @@ def main(module: type[DataModule], argv: list[str] | None = None) -> int:
     config = resolve(module.options, given)
     check_names(module, config)
     check_beginning(config, folder_of(module, config))
-    module.check_places(config)
     if only_checked:
+        log_to_stdout(0)
         choose_device(config.device)
+        module.check_places(config)
         check_network(module, config)
     else:
         with workers_watched(RuntimeError):
@@ -121,6 +122,7 @@ def _train(
 ) -> None:
     """Train in `folder` as one process of `world`."""
     log.info("recipe      %s", config.recipe)
+    module.check_places(config)
     data = module(config.for_processes(world.size), world, training=True)
     data.check()
     if is_complete(folder, data):
@@ -247,7 +249,8 @@ def check_network(module: type[DataModule], config: TrainConfig) -> None:
 
 def enable_checkpointing(model: nn.Module, name: str) -> None:
     """Turn on gradient checkpointing; raise UsageError if the model does not support it."""
-    with as_usage_error(f"--grad-checkpointing needs a model that supports it, {name} does not"):
+    problem = f"--grad-checkpointing needs a model that supports it, {name} does not"
+    with as_usage_error(problem, (AttributeError, AssertionError, NotImplementedError)):
         model.set_grad_checkpointing(True)
 
 

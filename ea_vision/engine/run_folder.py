@@ -13,7 +13,7 @@ from filelock import FileLock, Timeout, UnixFileLock
 from torch import Tensor
 
 from ea_vision.base.errors import UsageError, as_usage_error
-from ea_vision.base.files import atomic_write, check_output, create, csv_text
+from ea_vision.base.files import atomic_write, create, csv_text
 from ea_vision.base.processes import World
 from ea_vision.engine import checkpoint
 from ea_vision.models import EVOLVED, list_networks
@@ -48,7 +48,8 @@ def locked(folder: Path, world: World) -> Iterator[None]:
     new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
     create(folder)
     for name in FILES:
-        check_output(folder / name)
+        if (folder / name).is_dir():
+            raise UsageError(f"{folder / name} must be a file of the run, and it is a folder")
     lock = FileLock(folder / LOCK)
     try:
         lock.acquire(timeout=0)

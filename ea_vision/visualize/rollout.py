@@ -7,7 +7,6 @@ out."""
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import zip_longest
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -126,7 +125,7 @@ def draw_rollout(
     points = [point for point in points if point != ALL]  # their mean is always drawn
     blocks = [
         _block(recording, first.img_size, points, style, name)
-        for recording, name in zip_longest(recordings, classes, fillvalue="")
+        for recording, name in zip(recordings, classes or [""] * len(recordings), strict=True)
     ]
     title = "attention rollout"
     note = "where the last map's pixels come from, through all layers; all pixels: their mean"

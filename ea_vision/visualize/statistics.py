@@ -210,7 +210,7 @@ def _draw_model(
         line.append([x, heads.nanmean().item(), spread])
         dots = axes.scatter([x] * len(heads), heads, s=5, color=color, marker=marker)
         dots.set(alpha=0.35, linewidths=0)
-    x, means, spreads = zip(*line, strict=True)
+    x, means, spreads = np.reshape(line, (-1, 3)).T
     axes.plot(x, means, label=label, color=color, marker=marker)
     axes.errorbar(x, means, spreads, fmt="none", ecolor=color, elinewidth=0.8, alpha=0.7)
 

@@ -79,10 +79,10 @@ def plot_strip(
     if through == "checkpoints":
         if change:
             raise UsageError("change is drawn through layers, got through='checkpoints'")
-        request = FigureRequest(epochs_of(model), layers, head, queries, **how)
+        request = FigureRequest(epochs_of(model), layers, [head], queries, **how)
         recordings = request.record(image)
     else:
-        request = FigureRequest(model, layers, head, queries, some=True, **how)
+        request = FigureRequest(model, layers, [head], queries, some=True, **how)
         only(request.models, "model")
         recordings = request.record(image, PARTS)
     points = request.points(MIDDLE, recordings)

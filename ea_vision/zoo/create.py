@@ -25,7 +25,7 @@ from ea_vision.zoo.source import (
     Source,
     check_model_name,
 )
-from ea_vision.zoo.weights_file import UNREADABLE, check_finite, load_file, read_weights
+from ea_vision.zoo.weights_file import DAMAGED, UNREADABLE, check_finite, load_file, read_weights
 
 log = logging.getLogger(__name__)
 DATA_KEYWORDS = ("num_classes", "in_chans", "img_size")  # of a model, fixed by data and options
@@ -320,7 +320,7 @@ def transformers_model(folder: str, *, pretrained: bool = True, **kwargs: Any) -
         if not hasattr(transformers, architecture):
             raise UsageError(f"{folder} needs a transformers that has {architecture}")
         load = getattr(transformers, architecture).from_pretrained
-    with as_usage_error(f"weights in {folder} cannot be read", UNREADABLE):
+    with as_usage_error(f"weights in {folder} cannot be read", DAMAGED):
         model, info = load(folder, **kwargs, output_loading_info=True)
     huggingface.check_weights(folder, info)  # also of a plain model with an evolved part
     return model

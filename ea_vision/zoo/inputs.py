@@ -16,7 +16,7 @@ from torch import Tensor
 from torchvision.transforms.v2.functional import to_pil_image
 
 from ea_vision.base.errors import UsageError, as_usage_error
-from ea_vision.data.decoding import decode_image, to_rgb
+from ea_vision.data.decoding import BrokenImage, decode_image, to_rgb
 from ea_vision.data.folders import list_images
 from ea_vision.data.image_names import IMAGE_SUFFIXES, displayable
 from ea_vision.data.scaling import Scaling
@@ -87,7 +87,7 @@ def read_image(source: ImageSource) -> Image.Image:
     if isinstance(source, Image.Image):
         if not source.width or not source.height:
             raise UsageError(f"an image must have pixels, got {source.width}x{source.height}")
-    with as_usage_error(f"image {source} cannot be read"):
+    with as_usage_error(f"image {source} cannot be read", BrokenImage):
         if isinstance(source, Image.Image):
             return to_rgb(source)
         return decode_image(source)

@@ -12,6 +12,7 @@ from timm.data import ImageNetInfo
 from torch import Tensor, nn
 
 from ea_vision.base.errors import UsageError, as_usage_error
+from ea_vision.data.decoding import BrokenImage
 from ea_vision.data.image_names import displayable
 from ea_vision.models.inputs import built_size, input_channels
 from ea_vision.models.modes import unwrap
@@ -104,7 +105,7 @@ class LoadedModel:
             UsageError: a tensor has another shape or range, or an image is too narrow.
         """
         if isinstance(image, Image.Image):
-            with as_usage_error("an image cannot be prepared"):
+            with as_usage_error("an image cannot be prepared", BrokenImage):
                 return self.preparation(image)
         normalised = isinstance(image, Mapping)
         if normalised:

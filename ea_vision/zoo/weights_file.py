@@ -16,7 +16,8 @@ from ea_vision.models.note import NOTE, read_metadata
 
 CHECKPOINT_FORMAT = "ea_vision-checkpoint-3"
 # what readers of weights raise for damaged files
-UNREADABLE = (*REFUSALS, safetensors.SafetensorError, pickle.UnpicklingError)
+DAMAGED = (safetensors.SafetensorError, pickle.UnpicklingError)
+UNREADABLE = (*REFUSALS, *DAMAGED)
 
 
 def _digest_of(tensors: Mapping[str, Tensor]) -> str:

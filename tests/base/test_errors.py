@@ -9,8 +9,29 @@ import sys
 import pytest
 
 from ea_vision import __main__ as commands
-from ea_vision.base.errors import CommandParser, RunError, UsageError, exit_code
+from ea_vision.base.errors import CommandParser, RunError, UsageError, as_usage_error, exit_code
 from tests.refused import refused
+
+
+@pytest.mark.parametrize(
+    "error, message",
+    [
+        (ValueError("first\n" + "frame " * 500 + "last"), "^problem: first frame .* frame last$"),
+        (KeyError("size"), "^problem: there is no 'size'$"),
+        (ValueError(), "^problem: ValueError$"),
+        (UsageError("of its own"), "^of its own$"),
+    ],
+)
+def test_what_a_library_refuses_becomes_one_line(error, message):
+    with refused(message) as info, as_usage_error("problem"):
+        raise error
+    assert len(str(info.value)) < 1000
+
+
+@pytest.mark.parametrize("error", [RunError("stopped"), KeyboardInterrupt()])
+def test_what_is_no_refusal_passes(error):
+    with pytest.raises(type(error)), as_usage_error("problem", Exception):
+        raise error
 
 
 @pytest.mark.parametrize(

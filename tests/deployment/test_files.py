@@ -244,8 +244,8 @@ def emptied(proto):
             r"says that it takes images \(3, 16, 8\) .* refuses: .* index: 2 Got: 16 Expected: 8",
         ),
         (renamed, r"says that it takes images .* refuses: Required inputs \(\['pixels'\]\)"),
-        (said(size=8), "its metadata lack"),
-        (emptied, "its metadata lack: 'size'"),
+        (said(size=8), "wrote, with its metadata: "),
+        (emptied, "wrote, with its metadata: there is no 'size'"),
     ],
 )
 def test_metadata_are_compared_with_the_network(change, message, tiny, tmp_path):

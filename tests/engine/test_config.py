@@ -83,7 +83,10 @@ def test_a_wrong_name_is_told_before_data_is_read(tmp_path, monkeypatch, line, m
 @pytest.mark.parametrize(
     "line, message",
     [
-        ("--data-dir {root}/no", "data folder {root}/no must have "),
+        (
+            "--data-dir {root}/no",
+            "data folder {root}/no must have train/ or train.tar; it does not exist",
+        ),
         ("--val-split dev", "validation images: {root} has neither dev nor"),
         ("--dataset wds/imagenet", "wds/imagenet"),
         ("--aa rand-m9-mstd0.5-foo", "foo"),

@@ -40,7 +40,7 @@ from tests.engine.runner import (
     words,
 )
 from tests.refused import refused
-from tests.slow import needs_ffcv, unix_only
+from tests.slow import unix_only
 
 unix_only()
 
@@ -137,9 +137,7 @@ IMAGENET = (
         ),
         ("--data-dir=", "*--data-dir is required*"),
         ("--num-classes 1000", "* must have 1000 classes (--num-classes), got 3"),
-        pytest.param(
-            "--train-beton /nowhere.beton", "there is no file /nowhere.beton", marks=needs_ffcv
-        ),
+        ("--train-beton /nowhere.beton", "there is no file /nowhere.beton"),
         (
             "--train-beton a.beton --val-beton b.beton",
             "data_dir must be empty with --train-beton and *",
@@ -429,7 +427,7 @@ def test_an_evaluation_that_fails_ends_a_run(data, tmp_path):
 def test_a_folder_where_a_file_of_the_run_belongs(data, tmp_path, refusal, name):
     (tmp_path / "run" / name).mkdir(parents=True)
     error = refusal(arguments(data, tmp_path / "run"))
-    assert error == f"the output must be a file, and {tmp_path}/run/{name} is a folder"
+    assert error == f"{tmp_path}/run/{name} must be a file of the run, and it is a folder"
     assert [path.name for path in (tmp_path / "run").iterdir()] == [name]
 
 

@@ -395,7 +395,7 @@ def test_a_tile_is_chosen_in_all_models(open_page):
     page = open_page("#layer=2&head=7")
     settle(page)
     texts = page.locator(".part > header").all_inner_texts()
-    assert "layer 2 has no head 7, but 0, 1, 2, 3" in texts[1]
+    assert "layer 2 \u00b7 no head 7 here, but 0, 1, 2, 3" in texts[1]
 
 
 def test_the_fragment_reproduces_the_view(open_page):

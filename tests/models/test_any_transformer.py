@@ -16,7 +16,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 from torch.testing import assert_close
 
-from ea_vision import deploy, evolve, unevolve
+from ea_vision import deploy, evolve, record_attention, unevolve
 from ea_vision.layers import Evolution, attention_layers, evolution_class, learnable_gates
 from ea_vision.models.note import with_note
 from ea_vision.sizes import count
@@ -292,6 +292,35 @@ def test_masks_are_refused_where_maps_evolve():
     coordinates = torch.cartesian_prod(torch.arange(2), torch.arange(2)).expand(2, -1, -1)
     with refused(r"images \(B, C, H, W\) required", ValueError):
         naflex(torch.randn(2, 4, 8 * 8 * 3), coordinates, torch.ones(2, 4, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kind", ["ea", "talking_heads"])
+@torch.no_grad()
+def test_recorded_maps_weigh_the_values(name, kind):
+    """The recorded map times the values is the output of attention."""
+    evolved = stirred(evolve(create(name), kind))
+    x = images(*size_of(name))
+    seen = []
+    for attn in attention_layers(evolved):
+
+        def attended(*args, plain=attn.attended):
+            values = args[3]
+            out = plain(*args)
+            seen.append((values, out))
+            return out
+
+        attn.attended = attended
+    expected = evolved(x)
+    seen.clear()
+    with record_attention(evolved) as maps:
+        assert torch.equal(evolved(x), expected)
+    if "cait" in name and kind != "talking_heads":
+        return  # CaiT's recorded map is the one before its own mixing
+    assert len(seen) == 3
+    for (values, out), layer in zip(seen, maps.values(), strict=False):
+        heads = layer.attn @ values
+        assert_near(heads.transpose(1, 2).flatten(2), out)
 
 
 class LoRA(nn.Linear):

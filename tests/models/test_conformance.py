@@ -153,6 +153,14 @@ def test_layer_decay_follows_the_order_of_the_network(name, image):
 
 
 @torch.no_grad()
+def test_other_sizes_work_without_being_told(name, model):
+    for size in [(24, 40), (40, 16)] if side(name) == 32 else [(40, 72), (96, 160)]:
+        y = model(torch.randn(1, 3, *size))
+        assert y.shape == (1, 5)
+        assert y.isfinite().all()
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("channels", [1, 4])
 def test_other_channels(name, model, channels):
     other = lively(name, num_classes=5, in_chans=channels).eval()

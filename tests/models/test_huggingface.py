@@ -18,6 +18,7 @@ from torch.testing import assert_close
 
 import ea_vision
 from ea_vision import evolve, record_attention, unevolve
+from ea_vision.base.errors import UsageError
 from ea_vision.layers import Evolution, TokenConv
 from ea_vision.layers.sequence_attention import Chain
 from ea_vision.ops import use_implementation
@@ -217,6 +218,7 @@ def test_a_folder_is_read_with_the_keywords_of_transformers(tmp_path):
         tmp_path, subfolder="inner", dtype=torch.float64, output_loading_info=True
     )
     assert not any(info.values())
+    assert type(loaded) is type(model)
     assert loaded.dtype == torch.float64
     assert loaded.config.ea_vision.items() >= attention.items()
     assert_close(output(loaded.eval(), "vit"), output(model.double(), "vit"))
@@ -979,7 +981,7 @@ UNKNOWN = (
 )
 HEADS = [1, 2, 2, 4]
 deep = partial(pyramid, [2] * 4, HEADS)
-REFUSED = [  # network, options of `evolve`, reason
+MISFITS = [  # network, options of `evolve`, reason
     (deep, {"kind": "xsa"}, "each query's own value, got .* queries and .* keys"),
     (deep, {"kind": "conv2d"}, "needs patches of an image"),
     (partial(pyramid, [1] * 4, HEADS), {}, "prev_logits of shape .* required, got"),
@@ -992,6 +994,8 @@ REFUSED = [  # network, options of `evolve`, reason
         "a grid of 4x4 patches required, got 2 tokens",
     ),
     (partial(build, "t5gemma2"), {}, "needs a mask that hides only padding"),
+]
+REFUSED = [
     (
         partial(build, "gemma2"),
         {"kind": "residual"},
@@ -1032,12 +1036,15 @@ REFUSED = [  # network, options of `evolve`, reason
 ]
 
 
-@pytest.mark.parametrize("create_model, options, reason", REFUSED)
-def test_what_cannot_evolve_is_refused_before_its_forward(create_model, options, reason):
+@pytest.mark.parametrize(
+    "create_model, options, reason, error",
+    [(*row, UsageError) for row in MISFITS] + [(*row, ValueError) for row in REFUSED],
+)
+def test_what_cannot_evolve_is_refused_before_its_forward(create_model, options, reason, error):
     model = create_model()
     seen = []
     model.register_forward_pre_hook(lambda *_: seen.append(1))
-    with refused(reason, ValueError):
+    with refused(reason, error):
         evolve(model, **options)
     assert not seen
 

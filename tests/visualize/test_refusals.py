@@ -158,6 +158,7 @@ torch.nn.init.constant_(next(DIVERGED.parameters()), torch.nan)
             "no conv_logits in layer 1, 4: choose",
         ),
         (plot_strip, [MODEL] * 2, PHOTO, {}, "this figure shows one model; got 2"),
+        (plot_strip, MODEL, PHOTO, {"head": None}, "got 'None'"),
         (plot_strip, MODEL, PHOTO, {"through": "time"}, "layers or checkpoints"),
         (plot_strip, ".", PHOTO, {"through": "checkpoints", "change": True}, "through layers"),
         (plot_strip, ".", PHOTO, {"through": "checkpoints"}, "nor snapshots/"),

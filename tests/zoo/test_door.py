@@ -121,6 +121,8 @@ def test_a_folder_of_save_pretrained_is_a_target(evolved, tmp_path, capsys):
     assert ["ant", "bee", "cow"][index] in capsys.readouterr().out
     with refused("random weights"):
         load_model(folder, random=True)
+    with refused("has no keyword 'foo'"):
+        ea_vision.load(folder, foo=1)
     weights = tmp_path / "saved" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     with refused(f"weights in {folder} cannot be read: .+"):

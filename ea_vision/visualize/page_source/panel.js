@@ -252,7 +252,8 @@ export class Panel {
     if (!layer) return [`none in this model, which has layers ${this.model.layers.map((one) => one.number).join(", ")}`];
     const numbers = this.look(layer, head, part, query);
     const lacksHead = head !== MEAN && !layer.heads.includes(head);
-    if (!numbers) return [lacksHead ? `layer ${state.layer} has no ${headName(head)}, but ${layer.heads.join(", ")}` : title, "this layer has none"];
+    if (lacksHead) return [`layer ${state.layer} · no ${headName(head)} here, but ${layer.heads.join(", ")}`];
+    if (!numbers) return [title, "this layer has none"];
     const { values, featSize, entropy, distance, outside } = numbers, largest = Math.max(...values), lines = [`${title} · ${featSize.join("x")} map`];
     if (isAttention(part)) lines.push(`largest ${(100 * largest).toFixed(1)}%, ${shortNumber(largest * this.numKeys(numbers))} times uniform`);
     if (entropy === undefined) return lines;
