@@ -54,11 +54,15 @@ def test_a_full_disk(line, tmp_path, capsys):
 
 @COMMANDS
 def test_ctrl_c_while_a_network_runs(line, tmp_path, capsys):
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a job in the background ignores it
     hook = register_module_forward_hook(lambda *_: signal.raise_signal(signal.SIGINT))
     try:
         code = main(line.replace("FILE", f"{tmp_path}/out").split())
     finally:
         hook.remove()
+        signal.signal(signal.SIGINT, before)
     assert code == 130
     assert capsys.readouterr().err.splitlines()[-1] == "error: interrupted"
     assert not any(path.is_file() for path in tmp_path.rglob("*"))

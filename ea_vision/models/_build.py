@@ -13,6 +13,7 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import (
     build_model_with_cfg,
     get_pretrained_cfg,
+    is_model,
     is_model_pretrained,
     register_model,
     resolve_pretrained_cfg,
@@ -182,6 +183,8 @@ def name_plain(plain: nn.Module) -> None:
     if name not in _NETWORKS:
         return
     timms = get_network(name).plain or name.partition("_")[2]
+    if not is_model(timms):  # the plain network is one of this package
+        return
     plain.pretrained_cfg = {**cfg, "architecture": timms}
     plain.default_cfg = plain.pretrained_cfg
     taken = inspect.signature(type(plain)).parameters
