@@ -19,6 +19,7 @@ import pandas as pd
 
 from ea_vision.base.errors import UsageError, exit_code
 from experiments import break_even, sensitivity
+from experiments.collapse import analyse as collapse
 from experiments.evidence import by_variant, holm, markdown, paired, read_runs, shown_p
 from experiments.sensitivity import HERE, top1_of
 
@@ -114,7 +115,6 @@ def side_by_side(table: pd.DataFrame, index: Sequence[str], column: str) -> pd.D
 # ---- the pages -------------------------------------------------------------------------------------------------------
 
 NETWORKS = ("cnn", "none", "none + norm", "EA + norm")
-HYPOTHESES = (("none + norm", "none"), ("cnn", "none + norm"), ("EA + norm", "none + norm"))
 
 
 def collapse_top1(data: str) -> pd.DataFrame:
@@ -122,7 +122,23 @@ def collapse_top1(data: str) -> pd.DataFrame:
 
 
 def collapse_differences(data: str) -> list[str]:
-    return differences(collapse_top1(data), HYPOTHESES, [("cnn", "none")], 0.01)
+    return differences(collapse_top1(data), collapse.HYPOTHESES, collapse.DESCRIBED, 0.01)
+
+
+def controlled_top1() -> pd.DataFrame:
+    """Return the top-1 of run B and of its controls, on CIFAR-100."""
+    return collapse_top1("cifar100").join(top1_of(RESULTS / "collapse-controls.csv"))
+
+
+def halves() -> list[str]:
+    """Return the differences of the controls over the seeds of both machines."""
+    top1 = controlled_top1()
+    rows = []
+    for a, b in (*collapse.CONTROLLED, *collapse.CONTROLS_DESCRIBED):
+        gains = top1[a] - top1[b]
+        means = [signed(gains.loc[[*seeds]].mean()) for seeds in collapse.HALVES.values()]
+        rows.append([f"{a} {MINUS} {b}", *means])
+    return markdown(["difference, points", *collapse.HALVES], rows)
 
 
 def controls() -> list[str]:
@@ -754,6 +770,15 @@ TABLES: dict[str, dict[str, Callable[[], list[str]]]] = {
         "controls": controls,
         "break-even": lambda: break_evens(("none + norm - cnn", "none + norm - none")),
         "power": lambda: power(("query-key norm", "convolution and the norm")),
+    },
+    "experiments/collapse/controls.md": {
+        "by seed": lambda: by_seed(
+            controlled_top1(), ("none + norm", "cnn", "none", *collapse.CONTROLS)
+        ),
+        "differences": lambda: differences(
+            controlled_top1(), collapse.CONTROLLED, collapse.CONTROLS_DESCRIBED, 0.01
+        ),
+        "halves": halves,
     },
     "experiments/added_attention/README.md": {
         "by seed": lambda: by_seed(added_top1(), ADDED),

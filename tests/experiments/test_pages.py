@@ -275,6 +275,8 @@ def test_the_tables_of_the_pages_come_from_the_rows():
 def test_kept_effects_follow_from_the_rows():
     computed = collapse.effects_of(table("collapse.csv"))
     pd.testing.assert_frame_equal(computed, table("collapse-effects.csv"))
+    controlled = collapse.effects_of_controls(table("collapse.csv"), table("collapse-controls.csv"))
+    pd.testing.assert_frame_equal(controlled, table("collapse-controls-effects.csv"))
     effects = pd.read_csv(HEALTHY_RUNS / "norm-effects.csv")
     runs = pd.read_csv(HEALTHY_RUNS / "norm-runs.csv")
     pd.testing.assert_frame_equal(effects_of(runs), effects)
@@ -322,11 +324,9 @@ def run_b():
         cnn = effects.loc[data, "cnn - none"]
         assert cnn["low"] < 0 < cnn["high"] < former["cnn"] - former["none"]
     rows = break_even.table().set_index("comparison").loc["none + norm - cnn"]
-    yield "README.md", "Results", f"{rows['time_ratio']:.2f} times as long"
     longer = f"{rows['time_ratio']:.2f} times as long, break-even is {rows['break_even']:.2f}"
     yield PAGE, "", longer
-    yield PAGE, VERSUS, rows["longer_gains"], f"{rows['break_even'] - 1:.0%} more updates"
-    yield PAGE, VERSUS, f"leads by {-rows['at_equal_time']:.2f} at equal time"
+    yield PAGE, VERSUS, f"{rows['time_ratio']:.2f} times as long"
 
 
 # ---- README ----------------------------------------------------------------------------------------------------------
