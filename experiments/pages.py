@@ -132,12 +132,10 @@ def controlled_top1() -> pd.DataFrame:
 
 def halves() -> list[str]:
     """Return the differences of the controls over the seeds of both machines."""
-    top1 = controlled_top1()
+    effects = pd.read_csv(RESULTS / "collapse-controls-effects.csv").set_index("name")
     rows = []
-    for a, b in (*collapse.CONTROLLED, *collapse.CONTROLS_DESCRIBED):
-        gains = top1[a] - top1[b]
-        means = [signed(gains.loc[[*seeds]].mean()) for seeds in collapse.HALVES.values()]
-        rows.append([f"{a} {MINUS} {b}", *means])
+    for name, means in effects[[*collapse.HALVES]].iterrows():
+        rows.append([name.replace("-", MINUS), *map(signed, means)])
     return markdown(["difference, points", *collapse.HALVES], rows)
 
 

@@ -7,6 +7,7 @@ import csv
 import io
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -158,6 +159,13 @@ def atomic_write(path: Path, data: bytes, keep_previous_as: Path | None = None) 
         raise RunError(
             f"cannot write {path}: {error.strerror}; the previous content is intact"
         ) from error
+
+
+def delete_leftovers(folder: Path) -> None:
+    """Delete the temporary files of interrupted writes, by `atomic_write`, in a folder and those below it."""
+    for path in folder.rglob(".*.tmp"):
+        if re.fullmatch(r"\..*[0-9a-f]{32}\.tmp", path.name):
+            path.unlink(missing_ok=True)
 
 
 def write_json(path: Path, value: Any) -> None:

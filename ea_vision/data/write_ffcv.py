@@ -62,8 +62,8 @@ def write_beton(
     fields = require_ffcv("ffcv.fields")
     columns = {"image": fields.RGBImageField(), "label": fields.IntField()}
     writer = require_ffcv("ffcv.writer").DatasetWriter(str(temporary), columns)
-    encoder = _Encoder(source, max_size, 0.0 if evaluated else jpeg_share, evaluated)
-    encoder.rows = np.zeros(len(source), writer.metadata_type)
+    rows = np.zeros(len(source), writer.metadata_type)
+    encoder = _Encoder(source, rows, max_size, 0.0 if evaluated else jpeg_share, evaluated)
     try:
         _write(writer, encoder, workers)
         if encoder.broken:
@@ -103,10 +103,13 @@ class _Encoder:
         rows: FFCV's table: an image's mode, width, height and place; its label.
     """
 
-    rows: np.ndarray
-
     def __init__(
-        self, source: ImageFiles, max_size: int, jpeg_share: float, evaluated: Evaluated | None
+        self,
+        source: ImageFiles,
+        rows: np.ndarray,
+        max_size: int,
+        jpeg_share: float,
+        evaluated: Evaluated | None,
     ):
         fields = require_ffcv("ffcv.fields")
         self.source = source
@@ -115,6 +118,7 @@ class _Encoder:
         self.jpeg_field = fields.RGBImageField("jpg")
         self.raw_field = fields.RGBImageField("raw")
         self.scaling = Scaling.cropped(*evaluated) if evaluated else None
+        self.rows = rows
         self.broken: list[str] = []
 
     def encode(self, index: int) -> np.ndarray | bytes:

@@ -27,12 +27,8 @@ from ea_vision.layers import attention_layers, learnable_gates
 from ea_vision.layers.across.token_conv import TokenConv
 
 LOOKAHEAD = "lookahead_"  # before the name of the optimiser that it wraps
-REFUSED = (
-    TypeError,
-    ValueError,
-    AssertionError,
-    LookupError,
-)  # what timm and torch raise for values
+# what timm and torch raise for values that do not fit
+MISFITS = (TypeError, ValueError, AssertionError, LookupError)
 # A keyword of Muon that older releases of timm lack: the rate of its AdamW divided by that of the matrices.
 FALLBACK_SCALE = "fallback_lr_scale"
 MUON_SCALES_FALLBACK = FALLBACK_SCALE in inspect.signature(timm.optim.Muon).parameters
@@ -71,7 +67,7 @@ def build_optimizer(
     layer_decay = getattr(config, "layer_decay", 1.0)  # an option of classifiers
     values = {"lr": f"{lr:g}", "momentum": config.momentum, **config.opt_kwargs}
     shown = " ".join(f"{key}={value}" for key, value in values.items())
-    with as_usage_error(f"optimiser {config.opt} refuses {shown}", REFUSED):
+    with as_usage_error(f"optimiser {config.opt} refuses {shown}", MISFITS):
         optimizer = timm.optim.create_optimizer_v2(
             model,
             config.opt,
@@ -186,7 +182,7 @@ def load_optimizer(
     new_options = []
     for group in optimizer.param_groups:
         new_options.append({key: value for key, value in group.items() if key in option_keys})
-    with as_usage_error(f"optimiser state of {source} does not fit {config.opt}", REFUSED):
+    with as_usage_error(f"optimiser state of {source} does not fit {config.opt}", MISFITS):
         optimizer.load_state_dict(state)
     for group, ours in zip(optimizer.param_groups, new_options, strict=True):
         group.update(ours)

@@ -2,11 +2,11 @@
 
 import logging
 import math
-import re
 from dataclasses import asdict
 from pathlib import Path
 
 from ea_vision.base.errors import UsageError
+from ea_vision.base.files import delete_leftovers
 from ea_vision.base.processes import World
 from ea_vision.engine import checkpoint, run_folder
 from ea_vision.engine.config import TrainConfig
@@ -35,9 +35,9 @@ def is_complete(folder: Path, data: DataModule) -> bool:
     if results is None and not (folder / run_folder.CONFIG).exists():
         return False
     saved, about = run_folder.read_config(folder)
-    if (
-        config.resume != "auto" or results is None or config.test and "held_out_last" in results
-    ):  # all but the test is done
+    if config.resume != "auto" or results is None:
+        return False
+    if config.test and "held_out_last" in results:  # all but the test is done
         return False
     _require_same(config.differences(saved, data.world.size, about["processes"]), folder)
     data.check_fingerprint(about["data_fingerprint"], folder)
@@ -70,9 +70,7 @@ def begin_or_resume(trainer: Trainer, about: dict) -> None:
         branches_off = config.resume != "auto" and not is_own
     trainer.progress.begin(about)
     if world.is_main:
-        for leftover in folder.rglob(".*.tmp"):  # of interrupted writes
-            if re.fullmatch(r"\..*[0-9a-f]{32}\.tmp", leftover.name):
-                leftover.unlink(missing_ok=True)
+        delete_leftovers(folder)
         trainer.step_log = StepLog(folder, config, trainer.progress.updates)
         for name in (run_folder.RESULTS, run_folder.CARD):  # only a complete run has them
             (folder / name).unlink(missing_ok=True)

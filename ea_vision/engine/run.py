@@ -308,9 +308,9 @@ def finish(trainer: Trainer, about: dict) -> None:
     data = trainer.data
     tested = config.test and data.eval_split == "held_out"
     split = "test" if tested else data.eval_split
-    images = "the test images" if tested else "the images to evaluate on"
-    if split == "held_out":
-        images = "images held out"
+    images = "images held out" if split == "held_out" else "images to evaluate on"
+    if tested:
+        images = "test images"
     last = best = _final_figures(trainer, progress.rows[-1], tested)
     if 0 < progress.best_epoch < len(progress.rows):
         trainer.best_model.load_state_dict(read_weights(folder / run_folder.WEIGHTS))
@@ -326,8 +326,7 @@ def finish(trainer: Trainer, about: dict) -> None:
             "tta": "none",
             "hardware": about["hardware"],
         }
-        measured_on = f"{results[f'{split}_images']} {images.removeprefix('the ')}"
-        card = card_of(trainer, about, best, measured_on)
+        card = card_of(trainer, about, best, f"{results[f'{split}_images']} {images}")
         atomic_write(folder / run_folder.CARD, card.encode("utf-8", "surrogateescape"))
         write_json(folder / run_folder.RESULTS, results)
         trainer.step_log.close()
@@ -335,7 +334,7 @@ def finish(trainer: Trainer, about: dict) -> None:
     log.info(
         "%s on %s: best weights (epoch %d) %s, last weights %s",
         trainer.quality,
-        images,
+        images if split == "held_out" else f"the {images}",
         progress.best_epoch,
         trainer.text_of(best),
         trainer.text_of(last),

@@ -24,12 +24,13 @@ from ea_vision.zoo.weights_file import encode_weights
 
 log = logging.getLogger(__name__)
 METRICS = "metrics.csv"
+SPEED = "speed.csv"
 RESULTS = "results.json"
 CARD = "model.md"  # of model.safetensors
 # entries of a run's `about` section that the note in its weights repeats
 NOTE_ENTRIES = ("model_kwargs", "task", "classes", "category_ids", "mean", "std")
 LOCK = ".lock"
-FILES = (CONFIG, METRICS, "speed.csv", WEIGHTS, *checkpoint.NAMES, RESULTS, CARD)
+FILES = (CONFIG, METRICS, SPEED, WEIGHTS, *checkpoint.NAMES, RESULTS, CARD)
 MEASURES = ("top1", "top5")  # of an evaluation, in percent; another trainer may have others
 
 

@@ -19,6 +19,7 @@ from ea_vision.base.devices import peak_memory
 from ea_vision.base.errors import as_usage_error, extra_required
 from ea_vision.base.files import atomic_write
 from ea_vision.base.units import MIB, duration
+from ea_vision.engine import run_folder
 from ea_vision.engine.config import TrainConfig
 
 log = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ class StepLog:
     """
 
     def __init__(self, folder: Path, config: TrainConfig, updates: int):
-        self.path = folder / "speed.csv"
+        self.path = folder / run_folder.SPEED
         self.writer = None
         self.board = None
         self.warned: set[str] = set()  # what could not be written

@@ -173,8 +173,9 @@ class ImageNetConfig(StreamConfig, ClassificationConfig):
 
     @property
     def train_sizes(self) -> set[int]:
-        epochs = range(math.ceil(self.epochs)) if self.size_of else ()
-        return {self.img_size, *map(self.size_of, epochs)}
+        if self.size_of is None:
+            return {self.img_size}
+        return {self.img_size, *map(self.size_of, range(math.ceil(self.epochs)))}
 
 
 class GrowingTrainer(ClassificationTrainer):

@@ -43,6 +43,8 @@ class _Follow(TorchFunctionMode):
         if func is F.multi_head_attention_forward:
             kwargs = {**kwargs, "need_weights": True, "average_attn_weights": False}
         result = func(*args, **kwargs)
+        if not self.running:
+            return result
         formed = None
         if func is F.multi_head_attention_forward:
             # its maps are a view of what its output is computed from
@@ -51,7 +53,7 @@ class _Follow(TorchFunctionMode):
             formed = (result, kwargs["value"] if "value" in kwargs else args[2])
         elif func in FORMS and FORMS[func](result, *args, **kwargs) is result:
             formed = (result, None)
-        if self.running and formed:
+        if formed:
             self.formed[self.running[-1]] = formed
         return result
 

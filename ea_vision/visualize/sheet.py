@@ -8,8 +8,9 @@ measured, so that texts do not overlap. Lengths here are in points, 72 per inch.
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -138,6 +139,23 @@ class Block:
         return list(chain.from_iterable(row.maps() for row in self.rows))
 
 
+@dataclass
+class _Placed:
+    """A drawing on axes, or a text, with its position (from the upper left corner) and size.
+
+    Attributes:
+        drawing: None for a text.
+        texts: title and labels of the axes, or the text and its size.
+    """
+
+    x: float
+    y: float
+    width: float
+    height: float
+    drawing: Tile | Bar | None
+    texts: dict[str, Any]
+
+
 def _height(text: str, size: float) -> float:
     lines = 1 + text.count("\n") if text else 0
     return LEADING * size * lines
@@ -150,18 +168,17 @@ class _Laid:
     Attributes:
         width, height: of all together; new ones are added at the bottom.
         whole: whether no grid is broken into lines.
-        content: of each drawing and text its position (x, y) from the upper left corner, its width and height, the
-            drawing, which is None for a text, and the title and labels of its axes, or the text and its size.
+        content: the drawings and texts.
     """
 
     width: float = 0.0
     height: float = 0.0
     whole: bool = True
-    content: list[tuple] = field(default_factory=list)
+    content: list[_Placed] = field(default_factory=list)
 
     def place(self, other: "_Laid", x: float, y: float) -> None:
         """Add the contents of `other`, with its upper left corner at (x, y)."""
-        self.content += [(x + left, y + top, *rest) for left, top, *rest in other.content]
+        self.content += [replace(one, x=x + one.x, y=y + one.y) for one in other.content]
         self.width = max(self.width, x + other.width)
         self.height = max(self.height, y + other.height)
         self.whole &= other.whole
@@ -171,7 +188,7 @@ class _Laid:
         size = points(kind)
         lines = wrapped(text, self.width - left, size)
         texts = {"s": lines, "fontsize": size}
-        self.content.append((left, self.height, 0, 0, None, texts))
+        self.content.append(_Placed(left, self.height, 0, 0, None, texts))
         self.height += _height(lines, size)
 
     def row(self, tiles: Sequence[Tile], side: float, left: float, label: str) -> None:
@@ -187,7 +204,7 @@ class _Laid:
         self.height += above + edge + (0.3 * small if above else 0.0)
         for tile, title, note in zip(tiles, titles, notes, strict=True):
             texts = {"title": title, "xlabel": note, "ylabel": label}
-            self.content.append((left, self.height, side, high, tile, texts))
+            self.content.append(_Placed(left, self.height, side, high, tile, texts))
             left += side + GAP
             label = ""
         self.height += high + edge + GAP + (below + 2.0 if below else 0.0)
@@ -217,7 +234,9 @@ def _bars(bars: Sequence[Bar], room: float) -> _Laid:
     for bar in bars:
         label = wrapped(bar.label, length, small)
         height = BAR + 7 + LEADING * small + _height(label, small)
-        parts.append(_Laid(length, height, content=[(0, 1, length, BAR, bar, {"xlabel": label})]))
+        parts.append(
+            _Laid(length, height, content=[_Placed(0, 1, length, BAR, bar, {"xlabel": label})])
+        )
     return _side_by_side(parts, room, 4 * GAP, 0)
 
 
@@ -317,7 +336,7 @@ def sheet(
         log.warning(
             "a figure of %d tiles is %.1f inches high, more than a page (%g): draw fewer layers, heads, "
             "queries or models, or a wider figure",
-            sum(drawing is not None for *_, drawing, _ in whole.content),
+            sum(one.drawing is not None for one in whole.content),
             height,
             PAGE_HEIGHT,
         )
@@ -337,13 +356,13 @@ def _draw(laid: _Laid) -> Figure:
         "axes.labelpad": 2.0,
     }
     with matplotlib.rc_context(style):
-        for x, y, wide, high, drawing, texts in laid.content:
-            left = (MARGIN + x) / width
-            bottom = 1 - (MARGIN + y + high) / height
-            if drawing is None:
-                figure.text(left, bottom, va="top", **texts)
+        for one in laid.content:
+            left = (MARGIN + one.x) / width
+            bottom = 1 - (MARGIN + one.y + one.height) / height
+            if one.drawing is None:
+                figure.text(left, bottom, va="top", **one.texts)
                 continue
-            axes = figure.add_axes((left, bottom, wide / width, high / height))
-            drawing.draw(axes)
-            axes.set(**texts)
+            axes = figure.add_axes((left, bottom, one.width / width, one.height / height))
+            one.drawing.draw(axes)
+            axes.set(**one.texts)
     return figure

@@ -147,7 +147,7 @@ def _mixed(mixing: Tensor, images: Tensor) -> Tensor:
 def _image_processor(processor: Any) -> Any:
     """Return an image processor of transformers: itself, that of a processor of images and text, or the one at a path
     or of a name on the hub."""
-    refused = as_usage_error(f"there is no image processor at {processor!r}")
+    refused = as_usage_error(f"there is no image processor at {processor!r}", (OSError, ValueError))
     with refused, extra_required(f"processor={processor!r}", "transformers"):
         import transformers
 

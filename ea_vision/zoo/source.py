@@ -35,7 +35,7 @@ CLASSIFICATION = "classification"  # what a run learns, unless its config.yaml h
 TRANSFORMERS = "transformers"
 EXPORTED = (".onnx", ".pt2")  # by the suffix of a file
 # what reading a config.yaml raises that is damaged, missing or another program's
-UNREADABLE = (OSError, yaml.YAMLError, ValueError, TypeError, LookupError)
+CONFIG_ERRORS = (OSError, yaml.YAMLError, ValueError, TypeError, LookupError)
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,7 @@ def read_config(folder: Path) -> tuple[dict, dict]:
         UsageError: not a run folder, or one of another format.
     """
     problem = f"{folder} is not a run folder of format {FORMAT}, with `about` in its {CONFIG}"
-    with as_usage_error(problem, UNREADABLE):
+    with as_usage_error(problem, CONFIG_ERRORS):
         config = _read_config(folder)
     about = config.pop("about")
     if about.get("format") != FORMAT:
@@ -271,7 +271,7 @@ def run_of_file(path: Path) -> Path | None:
     folder = folder_of_file(path)
     try:
         return folder if "format" in _read_config(folder)["about"] else None
-    except UNREADABLE:
+    except CONFIG_ERRORS:
         return None
 
 

@@ -51,7 +51,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     Raises:
         UsageError: no such file, not safetensors, or another checksum than was written.
     """
-    with as_usage_error(f"weights {path} cannot be read", UNREADABLE):
+    with as_usage_error(f"weights {path} cannot be read", (OSError, *DAMAGED)):
         # safetensors cannot open a name that is not UTF-8
         state = safetensors.torch.load(path.read_bytes())
         expected = read_metadata(path).get("sha256")
@@ -120,7 +120,7 @@ def load_state(model: nn.Module, state: Mapping[str, Tensor], source: str) -> No
         UsageError: names or shapes differ from the model's, or values are not finite.
     """
     check_finite(state, source)
-    with as_usage_error(f"weights {source} do not fit the model"):
+    with as_usage_error(f"weights {source} do not fit the model", RuntimeError):
         model.load_state_dict(state)
 
 
