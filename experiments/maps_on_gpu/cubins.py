@@ -4,6 +4,10 @@
 
 NVRTC, which torch's wheels bring, compiles; the disassembler is Triton's. "an_element" is the number of instructions
 that a lane executes for each of the map's numbers: each loop counts as often as its comment `trips` says.
+
+Milliseconds are modelled for an H200 (sm_90) and 256 images, without a fitted number: "issue_ms" from the instructions,
+"shared_ms" from the wavefronts of shared memory and L1, "l2_ms" from all bytes that the kernels ask for, as if L1 never
+held any, "dram_ms" from the maps, each of which passes DRAM once.
 """
 
 import argparse
@@ -26,6 +30,25 @@ STDINT = """typedef unsigned char uint8_t;
 typedef unsigned short uint16_t;
 typedef unsigned int uint32_t;
 """
+# an H200 (sm_90): multiprocessors, clock in Hz, instructions a clock, bytes per second of L2 and DRAM
+MODELLED = 90
+MULTIPROCESSORS, CLOCK, ISSUED, L2, DRAM = 132, 1.755e9, 4, 5.5e12, 3.46e12
+IMAGES = 256
+# Wavefronts of an instruction by the beginning of its name. LDS alone reads one of each 16 bytes: four lanes a bank.
+WAVEFRONTS = {
+    r"LDSM.*\.4$": 4,
+    r"LDSM": 2,
+    r"(LDS|STS|LDG|STG).*128": 4,
+    r"(LDS|STS|LDG|STG).*64": 2,
+    r"LDS$": 4,
+    r"LDS|STS|LDG|STG|SHFL|MOVM": 1,
+}
+WIDTHS = {
+    r"[LS][DT]G.*128": 16,
+    r"[LS][DT]G.*64": 8,
+    r"[LS][DT]G.*U16": 2,
+    r"[LS][DT]G": 4,
+}  # bytes
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)(.*)")
 PLACE = re.compile(r'//## File ".*?([^/"]+)", line (\d+)')
@@ -73,13 +96,18 @@ def compile_cubin(kernel: str, variant: Variant, target: int) -> bytes:
 
 def constants(variant: Variant, kernel: str) -> dict[str, float]:
     """Return the numbers of layer.h and of a kernel's source that a comment `trips` may name."""
-    numbers = {"H": variant.side, "W": variant.side, "PREV": variant.prev}
-    for name in ("layer.h", "rows.h", f"{kernel}.cu"):
-        text = re.sub(r"//.*", "", (FOLDER / name).read_text())
+    numbers = {"H": variant.side, "W": variant.side, "PREV": variant.prev, "WARPS": 7}
+    headers = ("layer.h", *(f"{kernel}_{part}.h" for part in ("maps", "queries", "keys")))
+    for path in map(FOLDER.joinpath, (*headers, f"{kernel}.cu")):
+        if not path.exists():
+            continue
+        text = re.sub(r"//.*", "", path.read_text())
+        for number, value in re.findall(r"^#define (WARPS) (\d+)", text, re.MULTILINE):
+            numbers[number] = int(value)
         for enum in re.findall(r"enum \{(.*?)\}", text, re.DOTALL):
             for entry in enum.split(","):
                 number, _, formula = entry.strip().partition(" = ")
-                if formula:
+                if formula and "?" not in formula:
                     numbers[number] = eval(formula.replace("/", "//"), {}, numbers)
     return numbers
 
@@ -92,14 +120,15 @@ def trips_of(place: tuple[str, str]) -> str:
     return line.partition("// trips: ")[2]
 
 
-def executed(listing: str, numbers: dict[str, float]) -> float:
-    """Return the number of instructions that a warp executes.
+def executed(listing: str, numbers: dict[str, float]) -> list[tuple[str, float]]:
+    """Return the instructions of a listing, and how often a warp executes each.
 
     Raises:
         ValueError: a loop has several comments `trips`.
     """
     labels: dict[str, int] = {}
     counts: list[float] = []
+    names: list[str] = []
     places: list[tuple[str, str]] = []  # of each instruction
     loops = []
     place, chain = ("", ""), False
@@ -117,6 +146,7 @@ def executed(listing: str, numbers: dict[str, float]) -> float:
             first = labels.get(goal[1]) if goal and instruction[1].startswith("BRA") else None
             if first is not None and first < len(counts):
                 loops.append((len(counts) - first, first, len(counts)))
+            names.append(instruction[1])
             counts.append(float(instruction[1] != "NOP"))
             places.append(place)
     inner = set()
@@ -132,7 +162,22 @@ def executed(listing: str, numbers: dict[str, float]) -> float:
         inner |= lines
         for number in range(first, last + 1):
             counts[number] *= eval(trips_of(*lines), {}, numbers)
-    return sum(counts)
+    return list(zip(names, counts, strict=True))
+
+
+def value_of(name: str, values: dict[str, int]) -> int:
+    """Return the value of the first pattern that the name of an instruction begins with, 0 if there is none."""
+    return next((value for pattern, value in values.items() if re.match(pattern, name)), 0)
+
+
+def dram_bytes(kernel: str, variant: Variant, numbers: dict[str, float]) -> float:
+    """Return the bytes of maps for each of their numbers: the rows above and below a block's are read twice."""
+    rows = numbers["ROWS"] / numbers["R"] if variant.prev else 1
+    if kernel == "forward":
+        return 2 + 2 * rows * variant.prev  # logits; previous logits
+    return (
+        2 * rows * 2 + 2 + 2 * variant.prev + 2 * variant.gated
+    )  # and d_maps, which alpha multiplies later
 
 
 def measure(kernel: str, variant: Variant, target: int) -> dict:
@@ -145,20 +190,32 @@ def measure(kernel: str, variant: Variant, target: int) -> dict:
             [TOOLS / "nvdisasm", "-gi", path], text=True, stderr=subprocess.DEVNULL
         )
     numbers = constants(variant, kernel)
-    by_tiles = kernel in ("backward_queries", "backward_keys")
-    warps = numbers["PAIRS"] * numbers["TILES"] if by_tiles else numbers["WARPS"] * numbers["PARTS"]
-    lanes = 32 * warps
-    names = [line[1] for line in map(INSTRUCTION.match, listing.splitlines()) if line]
-    return {
+    warps = numbers["WARPS"] * numbers["PARTS"]
+    elements = K * variant.side**4
+    instructions = executed(listing, numbers)
+    total = sum(count for _, count in instructions)
+    names = [name for name, count in instructions if count]
+    row = {
         "kernel": kernel,
         "layer": str(variant),
         "target": f"sm_{target}",
         "registers": int(re.search(r"REG:(\d+)", usage)[1]),
         "spilled_bytes": int(re.search(r"STACK:(\d+)", usage)[1]),
-        "instructions": sum(name != "NOP" for name in names),
+        "instructions": len(names),
         "tensor_core_instructions": sum(name.startswith("HMMA") for name in names),
-        "an_element": round(executed(listing, numbers) * lanes / (K * variant.side**4), 1),
+        "an_element": round(total * 32 * warps / elements, 1),
     }
+    if target != MODELLED:
+        return row
+    waves = sum(count * value_of(name, WAVEFRONTS) for name, count in instructions)
+    asked = 32 * sum(count * value_of(name, WIDTHS) for name, count in instructions)
+    seconds = {
+        "issue": warps * total / (MULTIPROCESSORS * CLOCK * ISSUED),
+        "shared": warps * waves / (MULTIPROCESSORS * CLOCK),
+        "l2": warps * asked / L2,
+        "dram": elements * dram_bytes(kernel, variant, numbers) / DRAM,
+    }
+    return row | {f"{name}_ms": round(1e3 * IMAGES * x, 3) for name, x in seconds.items()}
 
 
 def main() -> None:

@@ -24,15 +24,15 @@ from torch import Tensor
 from ea_vision.ops import evolving_attention
 
 FOLDER = Path(__file__).parent
-KERNELS = ("forward", "backward_maps", "backward_queries", "backward_keys")
+KERNELS = ("forward", "backward")
 K, D, E = 8, 20, 3  # heads, widths of queries and values
-QUERIES = 14  # of a block of the kernels that convolve
-WARPS = 7  # of such a block
+QUERIES = 14  # of a block
+CONVOLVING = 7  # warps of a block
 BFLOAT16 = torch.bfloat16
 # tap (x, y) of the adjoint that each half of the backward's five products sums; the tenth half is not used
 TAPS = ((0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (0, 2), (1, 2), (2, 2))
 ARGUMENTS = """q k v height width prev weight adjoint hot pixels bias gates logits out signs lse
-    d_out d_logits d_maps d_q d_k d_v d_weight d_tables d_alpha""".split()
+    d_out d_logits d_maps d_q d_k d_v d_weight d_tables d_alpha done""".split()
 
 
 class Arguments(ctypes.Structure):
@@ -168,9 +168,10 @@ class Layer:
             "lse": sums(B, K, N),
             "d_maps": unwritten(B, N, N, K),
             **{f"d_{name}": torch.full_like(x, float("nan")) for name, x in rows.items()},
-            "d_weight": sums(B * parts * WARPS, 5 * 2 * K * K + 2 * K),
-            "d_tables": sums(B * tiles, 2, 32, D),
-            "d_alpha": sums(B * tiles, K),
+            "d_weight": sums(B * parts * CONVOLVING, 5 * 2 * K * K + 2 * K),
+            "d_tables": sums(B * parts * 2, 2, 32, D),
+            "d_alpha": sums(B * parts, K),
+            "done": torch.zeros(B, dtype=torch.int32, device=device),
         }
         self.inputs = {name: x.transpose(1, 2) for name, x in rows.items()}
         self.inputs |= {"height_rel": tables["height"], "width_rel": tables["width"]}

@@ -136,4 +136,4 @@ DEV void phase(int number, const Args &a, S s, long image, int block, int warp) 
     if (number == 2) mix(a, s, QS, 16, PITCH, 0, ROWS, image, block * R - 1, warp);
     if (number == 3) attend(a, s, image, block, warp);
 }
-KERNEL(forward, 4, SHARED, WARPS, PARTS, 2)
+KERNEL(forward, 4, SHARED, PARTS, 2)

@@ -1,7 +1,8 @@
-// What the four kernels of a layer share: its numbers, its arguments, and m in shared memory.
+// What both kernels of a layer share: its numbers, its arguments, and m in shared memory.
 //   own = scale * (q.k + tables);  m = alpha * prev + (1 - alpha) * own;  z = conv3x3(m) + bias
 //   logits = beta * relu(z) + (1 - beta) * m;  out = softmax(logits) @ v
 // PREV 0: a layer without previous logits, logits = own. GATED 0: beta is 1, alpha is not 0 and has no gradient.
+#pragma once
 #include "warp.h"
 #ifndef H
 #define H 14
@@ -13,13 +14,15 @@
 #ifndef GATED
 #define GATED 0
 #endif
+#ifndef WARPS
+#define WARPS 7 // of a block
+#endif
 enum {
     K = 8, // heads
     D = 20, // width of queries and keys
     E = 3, // of values
     N = H * W,
-    R = 14, // queries of a block, two for each warp
-    WARPS = R / 2,
+    R = 14, // queries of a block, two for each of seven warps
     ROWS = R + 2, // with those above and below
     PARTS = (N + R - 1) / R, // blocks of an image
     TILES = (N + 15) / 16, // of 16 keys or queries
@@ -40,6 +43,7 @@ struct Args {
     const uint16_t *d_out, *d_logits;
     uint16_t *d_maps, *d_q, *d_k, *d_v;
     float *d_weight, *d_tables, *d_alpha; // sums of a block
+    uint32_t *done; // of each image: blocks whose rows of d_maps are written; 0 before and after
     float scale;
 };
 typedef const uint16_t *X;
@@ -175,29 +179,32 @@ DEV void border(S s, int i0, int warp) {
 }
 // A kernel of so many phases with a barrier between two of them; a block for each image and part, so many of which fit
 // on a multiprocessor. `layout` tells who launches it the bytes of shared memory, the threads and the parts.
+DEV void phase(int number, const Args &a, S s, long image, int block, int warp);
 #ifdef __CUDACC__
+template <int number> DEV void phases_to(const Args &a, S s, long image, int block, int warp) {
+    if constexpr (number > 0) {
+        phases_to<number - 1>(a, s, image, block, warp);
+        __syncthreads();
+    }
+    phase(number, a, s, image, block, warp);
+}
 #define SMALL(SHARED) (__CUDA_ARCH__ >= 1200 && 2 * SHARED > 98 * 1024) // a multiprocessor that holds one block
-#define KERNEL(NAME, PHASES, SHARED, WARPS, PARTS, BLOCKS)                                                            \
+#define KERNEL(NAME, PHASES, SHARED, PARTS, BLOCKS)                                                          \
     extern "C" __constant__ int layout[3] = {SHARED, WARPS * 32, PARTS};                                     \
     extern "C" __global__ void __launch_bounds__(WARPS * 32, SMALL(SHARED) ? 1 : BLOCKS) NAME(const Args a) {    \
         extern __shared__ char shared[];                                                                     \
         S s = (S)__cvta_generic_to_shared(shared);                                                           \
-        const int warp = threadIdx.x >> 5, block = blockIdx.x % PARTS;                                       \
-        const long image = blockIdx.x / PARTS;                                                               \
-        _Pragma("unroll") for (int number = 0; number < PHASES; number++) {                                  \
-            if (number) __syncthreads();                                                                     \
-            phase(number, a, s, image, block, warp);                                                         \
-        }                                                                                                    \
+        phases_to<PHASES - 1>(a, s, blockIdx.x / PARTS, blockIdx.x % PARTS, threadIdx.x >> 5);               \
     }
 #else
 #include <stdlib.h>
-#define KERNEL(NAME, PHASES, SHARED, WARPS, PARTS, BLOCKS)                                                            \
+#define KERNEL(NAME, PHASES, SHARED, PARTS, BLOCKS)                                                          \
     extern "C" int layout[3];                                                                                \
     int layout[3] = {SHARED, WARPS * 32, PARTS};                                                             \
     extern "C" void NAME(Args *a, int images) {                                                              \
         char *s = (char *)malloc(SHARED + 1);                                                                \
         for (long image = 0; image < images; image++)                                                        \
-            for (int block = 0; block < PARTS; block++) {                                                    \
+            for (int block = PARTS - 1; block >= 0; block--) { /* any order will do */                       \
                 memset(s, 0xff, SHARED + 1); /* NaN everywhere */                                            \
                 for (int number = 0; number < PHASES; number++)                                              \
                     for (int warp = 0; warp < WARPS; warp++) phase(number, *a, s, image, block, warp);       \

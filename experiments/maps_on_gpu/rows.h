@@ -2,7 +2,6 @@
 // row: 4t to 4t + 3 (t = lane & 3). Both operands use this order.
 #pragma once
 #include "layer.h"
-enum { PAIRS = K / 2 }; // warps of a block: each has two heads
 
 // D columns of four rows (`at` + c, then a stride apart) as an operand: columns 2g, then 2g + 1, then 16, 18, 17, 19.
 DEV void columns(X x, I at, int c, int stride, const P *is, U b[3][2]) {

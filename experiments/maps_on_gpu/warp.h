@@ -150,6 +150,17 @@ DEV U lds16(S s, I a, P p) {
     if (p) asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(s + a) : "memory");
     return x;
 }
+DEV U lds32(S s, I a, P p) {
+    U x = 0;
+    if (p) asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(s + a) : "memory");
+    return x;
+}
+DEV void fence() { __threadfence(); } // what this thread wrote before is seen before what it writes after
+DEV void sync_warp() { __syncwarp(); }
+DEV void add_one(uint32_t *count, S s, int a) { // to a counter; the value before into shared memory
+    if (lane() == 0) sts32(s, a, atomicAdd(count, 1), true);
+}
+DEV uint32_t lds_all(S s, int a) { return lds32(s, a, true); } // the same for all lanes
 DEV U lows(U a, U b) { return __byte_perm(a, b, 0x5410); }  // the lower halves of a and b
 DEV U highs(U a, U b) { return __byte_perm(a, b, 0x7632); } // the upper halves
 #else
@@ -433,6 +444,21 @@ DEV U lds16(S s, I a, P p) {
     }
     return r;
 }
+DEV U lds32(S s, I a, P p) {
+    U r;
+    L {
+        r.v[l] = 0;
+        if (p.v[l]) memcpy(&r.v[l], s + a.v[l], 4);
+    }
+    return r;
+}
+DEV void fence() {}
+DEV void sync_warp() {}
+DEV void add_one(uint32_t *count, S s, int a) {
+    memcpy(s + a, count, 4);
+    ++*count;
+}
+DEV uint32_t lds_all(S s, int a) { return lds32(s, in(a), in(0) == in(0)).v[0]; }
 DEV U lows(U a, U b) { return (a & un(0xffffu)) | (b << 16); }
 DEV U highs(U a, U b) { return (a >> 16) | (b & un(0xffff0000u)); }
 #endif

@@ -1,14 +1,14 @@
-// Backward through softmax, ReLU and convolution, one kernel, a block for R queries and all keys of an image:
+// Backward through softmax, ReLU and convolution, for a block's R queries and all keys:
 //   g = p * (v.d_out - delta) + d_logits;  dz = g where the ReLU passes;  d_m = adjoint(dz) + (1 - beta) * g
-// `adjoint` holds the weight of the adjoint times beta. It stores alpha * d_m in d_maps (GATED d_m, PREV 0 g), and the
-// sums of each warp for weight, bias and beta: d_weight and d_bias without their factor beta, and -sum(g * m).
+// `adjoint` holds the weight of the adjoint times beta. It stores alpha * d_m (GATED d_m, PREV 0 g) in d_maps and, in
+// m's place, in shared memory; and the sums of each warp for weight, bias and beta: d_weight and d_bias without their
+// factor beta, and -sum(g * m).
 #include "layer.h"
 enum {
     MP = TILES * 16 + 1, // pixels of a row of m, zeros after the last key
-    MS = TILE,
+    MS = PREV * TILE,
     ROW = (2 + E) * K, // numbers of a query: log-sum-exp of each head, delta, and E times d_out
-    RS = PREV * (MS + R * MP * 16),
-    SHARED = RS + ROWS * ROW * 4,
+    RS = MS + R * MP * 16,
     STRIPS = (N + 31) / 32, // of 32 keys
     TOGETHER = 4 // queries for which a lane keeps its values
 };
@@ -81,6 +81,7 @@ DEV void gradients(const Args &a, S s, long image, int i0, int warp) {
             }
             if (!PREV || (GATED && own)) stg128(d_maps, pixel * in(K), g, key);
             if (PREV) sts128(s, (in(r * PITCH + 1) + j) * in(16), dz, key);
+            else sts128(s, in(MS) + (in((r - 1) * MP) + j) * in(16), g, key);
         }
     }
 }
@@ -105,7 +106,7 @@ DEV void core(const Args &a, S s, long image, int block, int warp) {
     F rest0 = fl(1) - ldf(a.gates + K, t * in(2)), rest1 = fl(1) - ldf(a.gates + K, t * in(2) + in(1));
     F d_beta0 = fl(0), d_beta1 = fl(0);
 #endif
-    LOOP for (int r = 2 * warp; r < 2 * warp + 2; r++) { // trips: 2
+    LOOP for (int r = 2 * warp; r < 2 * warp + 2; r++) { // trips: R / WARPS
         if (block * R + r >= N) break;
         I here = (lane() & in(15)) * in(16) + in(r * PITCH * 16), at4 = here + (lane() >> 4) * in(16),
           at4y = here + (lane() >> 4) * in(PITCH * 16);
@@ -149,6 +150,7 @@ DEV void core(const Args &a, S s, long image, int block, int warp) {
 #if GATED
             ldsm2(s, mx + in(o), m);
 #endif
+            sync_warp(); // m of these keys was read
             for (int e = 0; e < 2; e++) {
                 P is = g + in(16 * jt + 8 * e) < in(N);
                 const int to = (16 * jt + 8 * e) * K;
@@ -163,11 +165,13 @@ DEV void core(const Args &a, S s, long image, int block, int warp) {
                 d0 = d0 * alpha0;
                 d1 = d1 * alpha1;
 #endif
-                stg32(d_maps, at, pack(d0, d1), is, to);
+                U x2 = pack(d0, d1);
+                stg32(d_maps, at, x2, is, to);
+                sts32(s, in(MS + r * MP * 16 + to * 2) + lane() * in(4), x2, is);
             }
         }
     }
-    float *slot = a.d_weight + ((image * PARTS + block) * WARPS + warp) * SLOT; // (5 products, 16 rows, 8)
+    float *slot = a.d_weight + ((image * PARTS + block) * (R / 2) + warp) * SLOT; // (5 products, 16 rows, 8)
     for (int n = 0; n < 5; n++)
         for (int e = 0; e < 4; e++)
             stgf(slot, in(n * 128) + (g + in(e < 2 ? 0 : 8)) * in(8) + t * in(2) + in(e % 2), dw[n][e], always());
@@ -181,28 +185,4 @@ DEV void core(const Args &a, S s, long image, int block, int warp) {
     stgf(slot + 640 + K, t * in(2) + in(1), d_beta1, g == in(0));
 #endif
 }
-DEV void phase(int number, const Args &a, S s, long image, int block, int warp) {
-    const int i0 = block * R - 1;
-    if (number == 0) {
-        queries(a, s, 0, image, i0, warp);
-        constants(a, s, image, i0, warp);
-        pad(s, i0, warp);
-    }
-    if (number == 1) positions(a, s, 0, image, i0, warp);
-    if (number == 2) mix(a, s, 0, MS, MP, 1, R + 1, image, i0, warp);
-    if (number == 3) {
-        border(s, i0, warp);
-        U zero[4] = {un(0), un(0), un(0), un(0)};
-        sts128(s, in(ROWS * PITCH * 16) + lane() * in(16), zero, (lane() < in(16)) && (in(warp) == in(0)));
-        gradients(a, s, image, i0, warp);
-    }
-    if (number == 4) core(a, s, image, block, warp);
-}
-KERNEL(backward_maps, 5, SHARED, WARPS, PARTS, 2)
-#else
-DEV void phase(int number, const Args &a, S s, long image, int block, int warp) {
-    if (number == 0) constants(a, s, image, block * R - 1, warp);
-    if (number == 1) gradients(a, s, image, block * R - 1, warp);
-}
-KERNEL(backward_maps, 2, SHARED, WARPS, PARTS, 2)
 #endif

@@ -1,23 +1,22 @@
-// The gradients of keys from d_maps and of values from the logits: a block for 16 keys, all queries; a warp for two
-// heads. GATED: it then multiplies d_maps by alpha, in place.
+// The gradients of keys from d_maps and of values from the logits, of an image whose d_maps are complete: 16 keys, all
+// queries and two heads (2 * pair and the next) at a time. GATED: it then multiplies d_maps by alpha, in place.
 #include "rows.h"
-enum { SHARED = 0 };
-DEV void phase(int number, const Args &a, S s, long image, int block, int warp) {
-    I t = lane() & in(3), g = lane() >> 2, j0 = g + in(16 * block), j1 = j0 + in(8);
+DEV void keys(const Args &a, long image, int tile, int pair) {
+    I t = lane() & in(3), g = lane() >> 2, j0 = g + in(16 * tile), j1 = j0 + in(8);
     P in0 = inside(j0), in1 = inside(j1);
     F dk[2][3][4], dv[2][4];
     for (int h = 0; h < 2; h++) {
         for (int n = 0; n < 3; n++) zero(dk[h][n]);
         zero(dv[h]);
     }
-    const long first = image * N * N * K + 2 * warp;
-    X q = a.q + image * N * K * D + 2 * warp * D, logits = a.logits + first,
-      d_out = a.d_out + image * N * K * E + 2 * warp * E;
+    const long first = image * N * N * K + 2 * pair;
+    X q = a.q + image * N * K * D + 2 * pair * D, logits = a.logits + first,
+      d_out = a.d_out + image * N * K * E + 2 * pair * E;
     uint16_t *maps = a.d_maps + first;
-    const float *lse = a.lse + (image * K + 2 * warp) * N;
+    const float *lse = a.lse + (image * K + 2 * pair) * N;
     I pixel = (t * in(4 * N) + j0) * in(K), query = t * in(4 * K * D), value = t * in(4 * K * E) + g;
 #if GATED
-    F alpha0 = ldf(a.gates, in(2 * warp)), alpha1 = ldf(a.gates, in(2 * warp + 1));
+    F alpha0 = ldf(a.gates, in(2 * pair)), alpha1 = ldf(a.gates, in(2 * pair + 1));
 #endif
     LOOP for (int it = 0; it < TILES; it++) { // trips: TILES
         U w[4][2], l[4][2];
@@ -60,7 +59,7 @@ DEV void phase(int number, const Args &a, S s, long image, int block, int warp) 
     }
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        const int head = 2 * warp + h;
+        const int head = 2 * pair + h;
         I at0 = j0 * in(K) + in(head), at1 = j1 * in(K) + in(head);
         store_columns(a.d_k + image * N * K * D, at0 * in(D), at1 * in(D), in0, in1, dk[h], share_of_stored(a, head));
         for (int e = 0; e < 4; e++) {
@@ -70,4 +69,3 @@ DEV void phase(int number, const Args &a, S s, long image, int block, int warp) 
         }
     }
 }
-KERNEL(backward_keys, 1, SHARED, PAIRS, TILES, 3)
