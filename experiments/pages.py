@@ -509,6 +509,17 @@ def resnets_on_a_gpu() -> list[str]:
     return formatted(wide, columns)
 
 
+def fastest_resnets() -> list[str]:
+    """Return training rates and memory relative to resnet50, each by the attention that is the fastest."""
+    table = pd.read_csv(RESULTS / "h200" / "resnets.csv").query("network != 'resnet50'")
+    fastest = table.sort_values("train_ms").drop_duplicates(["network", "mode"])
+    columns = {"network": "{network}"}
+    for mode, head in (("eager", "eager"), ("default", "compiled")):
+        columns[head] = f"{{train_rate_ratio {mode}:.2f}}"
+    columns["peak memory, compiled"] = "{memory_ratio default:.2f}"
+    return formatted(side_by_side(fastest, ["network"], "mode"), columns)
+
+
 def cifar_steps_on_a_gpu() -> list[str]:
     table = pd.read_csv(RESULTS / "h200" / "cifar-steps.csv")
     columns = {"batch": "{batch}", "optimiser": "{optimizer}"}
@@ -660,6 +671,40 @@ def added_attention_steps() -> list[str]:
 
 TABLES: dict[str, dict[str, Callable[[], list[str]]]] = {
     "docs/fine-tune.md": {"widths": added_attention_steps},
+    "docs/imagenet.md": {
+        "loaders": lambda: of_file(
+            "loaders.csv",
+            {
+                "loader": "{loader}",
+                "MiB": "{mib}",
+                "images/s": "{images_per_s:,}",
+                "a step of 1,000 images/s waits": "{waits_percent}%",
+            },
+        )
+    },
+    "docs/record.md": {
+        "cost": lambda: of_file(
+            "recording-cost.csv",
+            {
+                "8 images, all layers, 1 thread": "`{network}`",
+                "plain, s": "{plain_s:.2f}",
+                "recorded, s": "{recorded_s:.2f}",
+                "maps, MiB per image": "{maps_mib:.1f}",
+            },
+        )
+    },
+    "docs/kernels.md": {
+        "GPU": fastest_resnets,
+        "large": lambda: of_file(
+            "large-maps.csv",
+            {
+                "network of 50 layers": "{network}",
+                "inference": "{inference, s:.2f}",
+                "training": "{training, s:.2f}",
+                "MiB": "{peak, MiB:,.0f}",
+            },
+        ),
+    },
     "experiments/kernels.md": {
         "parts": parts_of_a_layer,
         "sizes": networks_by_image_size,

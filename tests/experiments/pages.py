@@ -63,19 +63,9 @@ def plain_text(text):
     return " ".join(text.replace("\N{MINUS SIGN}", "-").replace("**", "").split())
 
 
-def points(of, plus=""):
-    """Return a difference and its interval from keys difference, low and high: "0.35 (-0.01 to 0.71)"."""
-    return f"{of['difference']:{plus}.2f} ({of['low']:.2f} to {of['high']:.2f})"
-
-
 def span(values, digits=2):
     """Return the smallest and the largest: "0.12 to 0.34"."""
     return f"{min(values):.{digits}f} to {max(values):.{digits}f}"
-
-
-def cells(name, *values):
-    """Return a row of a table; numbers have two digits after their point."""
-    return f"| {name} | {' | '.join(shown(values))} |"
 
 
 def spread(values):

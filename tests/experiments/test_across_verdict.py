@@ -150,12 +150,6 @@ def test_the_page_says_what_the_kept_runs_say():
     page_says(PAGE, WHICH, f"without it `conv2d` makes {64 / without:.0f}")
 
 
-def test_the_power_of_the_verdict():
-    """power.csv follows from the spreads of the runs."""
-    kept = table("across/power.csv").set_index("name")
-    pd.testing.assert_frame_equal(power.achieved().set_index("name"), kept)
-
-
 def test_what_mechanisms_cost():
     """token_conv's gain and cost, conv2d's worth in updates, the times of steps."""
     with_conv = top1_of("across/vit-rival.csv")["token_conv"]

@@ -14,15 +14,15 @@ import pytest
 from ea_vision.__main__ import main
 from ea_vision.engine.config import load_recipe
 from experiments import break_even, pages, published, sensitivity
+from experiments.across import power
 from experiments.collapse import analyse as collapse
-from experiments.collapse.run import CONTROLS, SEEDS
+from experiments.collapse.run import CONTROLS
 from experiments.evidence import holm, paired
 from experiments.factorial import analyse
 from experiments.healthy_maps.analyse import effects_of
 from tests.experiments.pages import (
     RESULTS,
     ROOT,
-    cells,
     last_row,
     page_says,
     plain_text,
@@ -220,7 +220,7 @@ def scenes():
 
 
 def captions():
-    """A scene's houses and road, and the objects that a small DETR finds."""
+    """A scene's houses and road, the objects that a small DETR finds, and how faithful a class's evidence is."""
     maps = np.load(RESULTS / "scenes" / "scene.npz")["attn"].reshape(8, 2, 14, 14)
     houses = 100 * maps[7, :, 2:6].sum((1, 2))
     road = 100 * maps[5, :, 7:].sum((1, 2))
@@ -228,6 +228,8 @@ def captions():
     yield PAGE, "Scenes", f"{span(road, 0)}% on the road"
     share = table("detr-picture.csv")["found"][0]
     yield "docs/look.md", "", f"finds {share:.0%} of the objects"
+    evidence = table("faithfulness/classes.csv").query("ranking != 'layer 6'")
+    yield "docs/look.md", "", *evidence["deletion"].map("{:.3f}".format)
 
 
 def fine_tuning():
@@ -273,37 +275,32 @@ def test_the_tables_of_the_pages_come_from_the_rows():
 
 
 def test_kept_effects_follow_from_the_rows():
-    computed = collapse.effects_of(table("collapse.csv"))
-    pd.testing.assert_frame_equal(computed, table("collapse-effects.csv"))
-    controlled = collapse.effects_of_controls(table("collapse.csv"), table("collapse-controls.csv"))
-    pd.testing.assert_frame_equal(controlled, table("collapse-controls-effects.csv"))
-    effects = pd.read_csv(HEALTHY_RUNS / "norm-effects.csv")
-    runs = pd.read_csv(HEALTHY_RUNS / "norm-runs.csv")
-    pd.testing.assert_frame_equal(effects_of(runs), effects)
-    assert effects["low"].min() > -0.5, "the norm costs little, by the page's rule"
+    runs = table("collapse.csv")
+    controls = table("collapse-controls.csv")
+    norm = pd.read_csv(HEALTHY_RUNS / "norm-effects.csv")
+    for computed, kept in (
+        (collapse.effects_of(runs), table("collapse-effects.csv")),
+        (collapse.effects_of_controls(runs, controls), table("collapse-controls-effects.csv")),
+        (effects_of(pd.read_csv(HEALTHY_RUNS / "norm-runs.csv")), norm),
+        (power.achieved(), table("across/power.csv")),
+    ):
+        pd.testing.assert_frame_equal(computed, kept)
+    assert norm["low"].min() > -0.5, "the norm costs little, by the page's rule"
 
 
 def test_the_controls_effects_are_computed_when_all_their_runs_are_done():
     """controls.md: nothing is computed before; then each mean is that of the differences by seed."""
     runs = table("collapse.csv")
-    rows = [
-        {
-            "data": "cifar100",
-            "network": network,
-            "seed": seed,
-            "top1": 50 + place + 0.1 * seed**place,
-        }
-        for place, network in enumerate(CONTROLS)
-        for seed in SEEDS
-    ]
-    assert collapse.effects_of_controls(runs, pd.DataFrame(rows[:-1])) is None
-    effects = collapse.effects_of_controls(runs, pd.DataFrame(rows)).set_index("name")
-    top1 = runs.query("data == 'cifar100' and network == 'none + norm'").set_index("seed")["top1"]
-    for place, network in enumerate(CONTROLS):
-        leads = {seed: top1[seed] - (50 + place + 0.1 * seed**place) for seed in SEEDS}
+    controls = table("collapse-controls.csv")
+    assert collapse.effects_of_controls(runs, controls[:-1]) is None
+    top1 = pd.concat([runs.query("data == 'cifar100'"), controls])
+    top1 = top1.pivot(index="seed", columns="network", values="top1")
+    effects = collapse.effects_of_controls(runs, controls).set_index("name")
+    for network in CONTROLS:
+        leads = top1["none + norm"] - top1[network]
         effect = effects.loc[f"none + norm - {network}"]
-        assert effect["difference"] == pytest.approx(sum(leads.values()) / 10)
-        assert effect["seeds 10 to 14"] == pytest.approx(sum(leads[s] for s in range(10, 15)) / 5)
+        assert effect["difference"] == pytest.approx(leads.mean())
+        assert effect["seeds 10 to 14"] == pytest.approx(leads.loc[10:14].mean())
         assert effect["p"] <= effect["p_holm"]
     assert effects["p"].isna().sum() == 2  # described, not tested
 
@@ -386,20 +383,7 @@ def detectors_and_sentences():
     yield "docs/transformers.md", "", rows["none"], rows["PA"]
 
 
-def speed():
-    for loader in table("loaders.csv").itertuples():
-        rates = (str(loader.mib), f"{loader.images_per_s:,}", f"{loader.waits_percent}%")
-        yield "docs/imagenet.md", "Faster reading", cells(loader.loader, *rates)
-    for row in table("recording-cost.csv").itertuples():
-        seconds = (row.plain_s + 1e-6, row.recorded_s + 1e-6)
-        figures = cells(f"`{row.network}`", *seconds, f"{row.maps_mib:.1f}")
-        yield "docs/record.md", "Cost", figures
-
-
 def large_images():
-    for *_, infer, train, mib in table("large-maps.csv").itertuples(index=False):
-        figures = " | ".join([*shown([infer + 1e-6, train + 1e-6]), f"{mib:,.0f}"])
-        yield "docs/kernels.md", "Large images", f"| {figures} |"
     sizes = table("large-maps-sizes.csv").query("network == 'ea' and code == 'after, in place'")
     ratios = sizes.set_index("malloc")["training, ratio"]
     again = f"{ratios['as it is']:.2f} of ResNet-50's rate instead of"
@@ -408,12 +392,6 @@ def large_images():
 
 def resnets_on_a_gpu():
     rows = table("h200/resnets.csv").set_index(["network", "implementation", "mode"])
-    for network, compiled in (("aa", "sdpa"), ("pa_aa", "chosen"), ("ea_aa", "chosen")):
-        name = f"{network}_resnet50"
-        eager = rows.loc[name, "chosen", "eager"]
-        best = rows.loc[name, compiled, "default"]
-        ratios = (eager.train_rate_ratio, best.train_rate_ratio, best.memory_ratio)
-        yield "docs/kernels.md", "Speed on a GPU", cells(name, *ratios)
     plain = rows.train_ms["resnet50", "chosen"]
     faster = plain["eager"] / plain["default"]
     yield "docs/kernels.md", "Speed on a GPU", f"resnet50 {faster:.2f} times"
@@ -446,9 +424,3 @@ CLAIMS = [function for function in [*globals().values()] if isgeneratorfunction(
 def test_the_pages_say_what_the_files_say(claims):
     for page, heading, *figures in claims():
         page_says(page, heading, *figures)
-
-
-def test_the_faithfulness_of_class_evidence_is_that_of_its_rows():
-    page = (ROOT / "docs" / "look.md").read_text(encoding="utf-8")
-    for row in table("faithfulness/classes.csv").query("ranking != 'layer 6'").itertuples():
-        assert f"{row.deletion:.3f}" in page, row.ranking
