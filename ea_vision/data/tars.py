@@ -64,7 +64,7 @@ def _list_archive(path: Path, file: BinaryIO, start: int, end: int) -> dict[str,
     file.seek(start)
     with as_usage_error(f"{path} is not a readable, uncompressed tar", tarfile.TarError):
         with tarfile.open(fileobj=file, mode="r:") as tar:
-            member = tar.next()
+            member = tar.next() if tar.offset else None  # Python 3.10 seeks before an empty tar
             while member is not None and tar.offset <= end:
                 tar.members.clear()  # it would keep them all
                 _add(files, path, member)
