@@ -835,6 +835,12 @@ TABLES: dict[str, dict[str, Callable[[], list[str]]]] = {
         ),
         "halves": halves,
     },
+    "experiments/cheap_attention/README.md": {
+        "steps": lambda: of_file(
+            "cheap-attention-times.csv",
+            {"way": "`{way}`", "ms": "{train_ms:.0f}", "r": "{ratio:.3f}"},
+        )
+    },
     "experiments/added_attention/README.md": {
         "by seed": lambda: by_seed(added_top1(), ADDED),
         "differences": lambda: differences(added_top1(), ADDED_QUESTIONS, ADDED_AFTERWARDS),
