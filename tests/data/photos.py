@@ -1,6 +1,7 @@
 """Small JPEG photos to train on: colours in noise."""
 
 import io
+import subprocess
 
 import numpy as np
 from PIL import Image
@@ -17,6 +18,12 @@ def grey_jpeg(level, size=(12, 10)):
     file = io.BytesIO()
     Image.new("RGB", size, (level, level, level)).save(file, "JPEG")
     return file.getvalue()
+
+
+def pack(folder, tar, *options):
+    """Pack the content of a folder by GNU tar, in the order of names; return the tar."""
+    subprocess.run(["tar", "-c", "--sort=name", *options, "-f", tar, "-C", folder, "."], check=True)
+    return tar
 
 
 def make_photos(root, train=40, val=13, classes=3, side=40):

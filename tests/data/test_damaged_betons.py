@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ea_vision.base.errors import UsageError
-from ea_vision.data.beton import Beton, Evaluated, read_tables, sidecar
+from ea_vision.data.beton import Beton, read_tables, sidecar
 from ea_vision.data.image_files import ImageFiles
 from ea_vision.data.write_ffcv import write_beton
 from tests.data.photos import make_photos
@@ -19,7 +19,6 @@ from tests.refused import refused
 from tests.slow import needs_ffcv
 
 pytestmark = needs_ffcv
-STORED = Evaluated(32, 36, "bilinear")
 
 
 @pytest.fixture(scope="module")

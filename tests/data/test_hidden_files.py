@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import subprocess
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from ea_vision.base.processes import World
 from ea_vision.data.bad_images import BadImages
 from ea_vision.data.image_files import ImageFiles
 from ea_vision.zoo.inputs import find_images
+from tests.data.photos import pack
 from tests.refused import refused
 
 HIDDEN = [
@@ -50,8 +50,7 @@ def test_hidden_names_are_passed_over_and_counted(folder, tmp_path, caplog, name
     assert not lines(caplog)
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
     shutil.copy(folder / "a" / "0.png", folder / name)
-    subprocess.run(["tar", "-cf", tmp_path / "x.tar", "-C", folder, "."], check=True)
-    for source in (folder, tmp_path / "x.tar"):
+    for source in (folder, pack(folder, tmp_path / "x.tar")):
         files = ImageFiles(source)
         assert files.classes == ["a", "b"]
         assert files.names == ["a/0.png", "b/0.png"]
@@ -64,7 +63,7 @@ def test_hidden_names_are_passed_over_and_counted(folder, tmp_path, caplog, name
 
 
 def test_tars_beside_class_folders_are_said(folder, caplog):
-    subprocess.run(["tar", "-cf", folder / "c.tar", "-C", folder, "a"], check=True)
+    pack(folder / "a", folder / "c.tar")
     assert ImageFiles(folder).classes == ["a", "b"]
     [line] = lines(caplog)
     assert line == f"{folder}: 1 tars beside the folders of images are skipped, such as 'c.tar'"

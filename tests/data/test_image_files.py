@@ -17,7 +17,7 @@ from ea_vision.data.decoding import BrokenImage, decode_image, to_rgb
 from ea_vision.data.image_files import ImageFiles
 from ea_vision.data.image_names import IMAGE_SUFFIXES
 from ea_vision.data.splits import find_split
-from tests.data.photos import make_photos, picture
+from tests.data.photos import make_photos, pack, picture
 from tests.refused import refused
 
 
@@ -25,12 +25,6 @@ from tests.refused import refused
 def photos(tmp_path):
     """train and val of 12 and 6 images in 3 classes."""
     return make_photos(tmp_path / "photos", train=12, val=6)
-
-
-def pack(folder, path):
-    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
-        tar.add(folder, ".")
-    return path.read_bytes()
 
 
 def png_of(width, height):
@@ -58,8 +52,7 @@ def test_a_class_has_one_name_however_its_letters_are_stored(photos, packed):
     (photos / "val" / "class_1").rename(photos / "val" / "B\xe4r")
     train = photos / "train"
     if packed:
-        pack(train, photos / "train.tar")
-        train = photos / "train.tar"
+        train = pack(train, photos / "train.tar")
     files = ImageFiles(train)
     assert files.classes == ["B\xe4r", "class_0", "class_2"]
     assert files.classes == ImageFiles(photos / "val").classes
@@ -115,7 +108,7 @@ def last_member_end(data):
 )
 def test_tars_that_are_refused(photos, hurt, message):
     path = photos / "train.tar"
-    path.write_bytes(hurt(pack(photos / "train", path)))
+    path.write_bytes(hurt(pack(photos / "train", path).read_bytes()))
     with refused(f"^{path}.*({message})"):
         ImageFiles(path)
 
@@ -155,13 +148,11 @@ def test_layouts(photos, tmp_path, layout):
     layout(photos / "train")
     source = ImageFiles(photos / "train")
     if layout is not linked_class:
-        pack(photos / "train", tmp_path / "train.tar")
-        assert ImageFiles(tmp_path / "train.tar").names == source.names
+        tar = pack(photos / "train", tmp_path / "train.tar")
+        assert ImageFiles(tar).names == source.names
     assert source.classes == ["class_0", "class_1", "class_2"]
     assert len(source) == 12
-    theirs = (
-        create_dataset("", root=str(tmp_path / "train.tar")) if layout is Path.exists else ()
-    )  # timm has the same
+    theirs = create_dataset("", root=str(tar)) if layout is Path.exists else ()  # timm has the same
     for index in range(12):
         image, target = source.read(index)
         name = source.names[index]
@@ -280,6 +271,45 @@ def test_kinds_of_pixels(tmp_path):
             "must have 8 or 16 bits per channel, got pixels of Pillow's mode [FI]", BrokenImage
         ):
             decode_image(tmp_path / "numbers.tif")
+
+
+def halves(mode, left, right, transparency=None, palette=()):
+    """Return an image whose halves have one value each."""
+    image = Image.new(mode, (8, 4), left)
+    image.paste(right, (4, 0, 8, 4))
+    if palette:
+        image.putpalette(palette)
+    if transparency is not None:
+        image.info["transparency"] = transparency
+    return image
+
+
+GREYS = halves("RGBA", (200, 200, 200, 255), (7, 7, 7, 255))
+
+
+@pytest.mark.parametrize(
+    "image, left, right",
+    [
+        (halves("RGBA", (1, 2, 3, 127), (255, 0, 0, 255)), (1, 2, 3), (255, 0, 0)),
+        (halves("P", 0, 1, 0, [9, 9, 9, 0, 200, 0] + [0] * 762), 9, (0, 200, 0)),
+        (halves("LA", (7, 0), (76, 255)), 7, 76),
+        (GREYS.convert("LA").convert("La"), 200, 7),
+        (GREYS.convert("RGBa"), 200, 7),
+        (GREYS.quantize(4), 200, 7),
+        (halves("I;16", 200 << 8, 0, 0), 200, 0),
+        (halves("I", 200 << 8, 7, (200, 200, 200)), 200, 0),  # as of an RGB image that became I
+    ],
+    ids=lambda value: getattr(value, "mode", None),
+)
+def test_transparency_is_dropped_as_in_timm(tmp_path, image, left, right):
+    """Of files and of images in memory, in rare modes of Pillow's, too."""
+    pictures = [to_rgb(image)]
+    if image.mode in ("RGBA", "P", "LA", "I;16"):
+        image.save(tmp_path / "x.png")
+        pictures.append(decode_image(tmp_path / "x.png"))
+    for shown in map(np.asarray, pictures):
+        assert (shown[:, :4] == left).all()
+        assert (shown[:, 4:] == right).all()
 
 
 def test_twelve_bits_in_a_file_of_sixteen_are_said(tmp_path, caplog):

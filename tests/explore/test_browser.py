@@ -24,7 +24,7 @@ from ea_vision.visualize.figure_request import record
 from ea_vision.visualize.map_style import MapStyle, norm_of
 from ea_vision.zoo.loaded import load_model
 from tests.data.photos import picture
-from tests.recorder.networks import CAIT, SWIN, TINY, timms
+from tests.recorder.networks import CAIT, TINY, small_swin
 
 REQUIRED = os.environ.get("EA_VISION_REQUIRE_BROWSER") == "1"
 CHROMIUM = os.environ.get("EA_VISION_CHROMIUM") or shutil.which("chromium")
@@ -555,8 +555,7 @@ def test_attention_that_is_everywhere_alike_does_not_look_strong(open_page):
 
 def test_uniform_attention_is_that_of_the_keys_that_a_query_sees(open_page, tmp_path):
     """In windows (Swin) a query sees fewer keys than the map's cells; at a shifted window's border even fewer."""
-    model = timms("swin_tiny_patch4_window7_224", img_size=32, **SWIN)
-    url = write_page(show_page(model, picture(0), layers=[1, 2]).text, tmp_path)
+    url = write_page(show_page(small_swin(), picture(0), layers=[1, 2]).text, tmp_path)
     page = open_page("#style=cells&scale=tile&head=0&layer=2&query=0,0", url=url)
     for number, keys in ((1, 16), (2, 4)):
         shown = tile(page, 0, number, 0)

@@ -66,6 +66,11 @@ def tiny(name=NAME, seed=0, **options):
     return timm.create_model(name, **{**KWARGS, **options}).eval()
 
 
+def small_swin(img_size=32):
+    """One of timm's: layers in windows of 4 cells, in two grids."""
+    return timms("swin_tiny_patch4_window7_224", img_size=img_size, **SWIN)
+
+
 def write_run(folder):
     """Write a run folder of `tiny`: checkpoints of epochs 1 and 2, snapshots of 2 and 4; the epoch is the seed."""
     folder.mkdir(parents=True)
@@ -262,12 +267,8 @@ NETWORKS = {
     "vit, wide": of_timm(
         "vit_tiny_patch16_224", [Place((2, 3), ("cls",))] * 2, (32, 48), img_size=(32, 48), depth=2
     ),
-    "swin": of_timm(
-        "swin_tiny_patch4_window7_224",
-        swin((18, 14), (9, 7), pad_first=False),
-        (36, 28),
-        img_size=(36, 28),
-        **SWIN,
+    "swin": Network(
+        partial(small_swin, (36, 28)), swin((18, 14), (9, 7), pad_first=False), (36, 28)
     ),
     "swinv2": of_timm(
         "swinv2_tiny_window8_256",

@@ -11,13 +11,8 @@ from ea_vision.ops import use_implementation
 from ea_vision.recorder.class_evidence import EVIDENCE, add_class_evidence
 from ea_vision.recorder.quantities import class_rollout
 from tests.recorder import networks
-from tests.recorder.networks import TINY, lively, timms
+from tests.recorder.networks import TINY, lively, recorded
 from tests.refused import refused
-
-
-def swin():
-    return timms("swin_tiny_patch4_window7_224", img_size=32, **networks.SWIN)
-
 
 NETWORKS = {
     "ours": lambda: timm.create_model("ea_conv_transformer_cifar", pretrained=True).eval(),
@@ -26,14 +21,8 @@ NETWORKS = {
         ea_vision.evolve(timm.create_model("vit_tiny_patch16_224", **TINY), "ea")
     ),
     "torchvision": networks.torchvision_vit,
-    "swin": swin,
+    "swin": networks.small_swin,
 }
-
-
-def recorded(model, images, layers=None):
-    with torch.no_grad(), ea_vision.record_attention(model, layers) as maps:
-        model(images)
-    return maps
 
 
 @pytest.mark.parametrize("name", NETWORKS)

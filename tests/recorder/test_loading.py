@@ -63,10 +63,12 @@ def test_weights_that_name_their_network_load_beside_another_programs_config(run
         assert torch.equal(state[name], value)
 
 
-def test_a_run_with_random_weights(run):
-    untrained = load_model(str(run), random=True)
+def test_a_run_with_random_weights_and_of_another_size(run):
+    """What its own size is of a run of train-imagenet, zoo/test_preparation.py says to the bit."""
+    untrained = load_model(str(run), random=True, img_size=(24, 32))
     assert untrained.label.endswith("(untrained)")
     assert untrained.model.num_classes == 3
+    assert untrained.img_size == (24, 32)
 
 
 def test_targets_are_separated_by_commas_and_a_name_that_has_some_is_one(
@@ -171,11 +173,6 @@ def test_layers_by_number_range_and_name():
     for wrong in ("99", "0", "2-9", "3-1", "x", ""):
         with refused(message):
             numbers(wrong)
-
-
-def test_a_runs_size_can_be_replaced(run):
-    """What its own size is of a run of train-imagenet, zoo/test_preparation.py says to the bit."""
-    assert load_model(str(run), img_size=(24, 32)).img_size == (24, 32)
 
 
 def test_names_that_are_no_utf8_are_names(tmp_path):

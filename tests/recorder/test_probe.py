@@ -6,20 +6,18 @@ import json
 
 import numpy as np
 import pytest
-import timm
 import torch
 from torch import nn
 
 from ea_vision.base.errors import UsageError
 from ea_vision.data.scaling import Scaling
 from ea_vision.data.small_images import load_dataset
-from ea_vision.engine import run_folder
 from ea_vision.recorder import probe
 from ea_vision.recorder.probe import extract_maps, shuffled_in_space, untrained_network
 from ea_vision.recorder.probe_network import ProbeNet, ProbeRecipe, train_probe
 from ea_vision.zoo.loaded import load_model
 from tests.engine.runner import make_folder
-from tests.recorder.networks import gap, recorded
+from tests.recorder.networks import gap, recorded, write_run
 from tests.refused import refused
 
 NAME = "ea_conv_transformer_cifar"
@@ -192,14 +190,7 @@ def test_seeds_draw_everything_but_the_images_and_unseen_takes_test_images(
 
 
 def test_runs_in_folders_of_one_name_have_rows_of_their_own(tmp_path, capsys):
-    options = {"widths": [8, 8, 16, 16], "img_size": 16, "num_classes": 10}
-    about = {"model_kwargs": options, "classes": [str(digit) for digit in range(10)]}
-    folders = [tmp_path / name / "run" for name in "ab"]
-    for folder in folders:
-        folder.mkdir(parents=True)
-        run_folder.write_config(folder, {"model": NAME}, about)
-        run_folder.write_weights(folder, timm.create_model(NAME, **options).state_dict())
-    models = ",".join(map(str, folders))
+    models = ",".join(str(write_run(tmp_path / name / "run")) for name in "ab")
     rows = run(f"--model {models} --limit 24 --controls none", tmp_path / "out")
     assert [row["model"] for row in rows] == [f"{NAME}, run [1]", f"{NAME}, run [2]"]
     assert capsys.readouterr().out.count("| trained |") == 2

@@ -23,7 +23,15 @@ from ea_vision.recorder.quantities import (
 )
 from ea_vision.recorder.recording import LayerMaps
 from tests.models.test_vision_transformer import needs_attn_layer
-from tests.recorder.networks import SWIN, TINY, made, recorded, timms, tiny, transformers_model
+from tests.recorder.networks import (
+    TINY,
+    made,
+    recorded,
+    small_swin,
+    timms,
+    tiny,
+    transformers_model,
+)
 from tests.refused import refused
 
 
@@ -80,13 +88,9 @@ def vit():
     return timms("vit_tiny_patch16_224", **TINY, reg_tokens=2)
 
 
-def swin():
-    return timms("swin_tiny_patch4_window7_224", **SWIN, img_size=(36, 28))
-
-
 def test_distances_are_in_pixels_of_the_input_where_patches_leave_a_rest():
     """Patches of 8 pixels, of which 3 x 4 fit into 30x39."""
-    model = transformers_model("Dinov2", image_size=32, patch_size=8)
+    model = transformers_model("Dinov2")
     per_size = []
     for size in ((24, 32), (30, 39)):
         layer = measure(model, [torch.zeros(1, 3, *size)])[0]
@@ -101,7 +105,7 @@ def test_distances_are_in_pixels_of_the_input_where_patches_leave_a_rest():
         (lambda: windowed((3, 3)), (4, 6), 1, (3, 3), 0),
         (lambda: windowed((1, 5)), (4, 6), 1, (1, 5), 0),
         (vit, (4, 4), 8, (99, 99), 3),
-        (swin, (18, 14), 2, None, 0),
+        (lambda: small_swin((36, 28)), (18, 14), 2, None, 0),
     ],
     ids=["all", "window 3x3", "window 1x5", "vit", "swin"],
 )

@@ -20,11 +20,11 @@ from ea_vision.zoo.loaded import LoadedModel, as_model
 from ea_vision.zoo.preparation import Preparation
 from tests.recorder.networks import (
     CAIT,
-    SWIN,
     TINY,
     XCIT,
     lively,
     recorded,
+    small_swin,
     timms,
     torchvision_vit,
     transformers_model,
@@ -35,10 +35,6 @@ from .conftest import PHOTO, maps_of, small, texts_of, tiles_of, titles_of
 
 PREPARATION = Preparation((32, 32), mean=(0.5,) * 3, std=(0.5,) * 3)
 IMAGE = torch.rand(3, 32, 32, generator=torch.Generator().manual_seed(0))
-
-
-def swin():
-    return timms("swin_tiny_patch4_window7_224", img_size=32, **SWIN)
 
 
 def check(figure):
@@ -74,7 +70,7 @@ def test_an_evolving_transformer_of_hugging_face():
 MODELS = {
     "torchvision": torchvision_vit,
     "transformers": lambda: transformers_model("ViT"),
-    "swin": swin,
+    "swin": small_swin,
     "pvt": lambda: timms("pvt_v2_b0"),
     "mobilevit": lambda: timms("mobilevit_xxs"),
 }
@@ -97,7 +93,7 @@ def test_figures_of_any_transformer(name):
 @pytest.mark.parametrize("layer, side", [(1, 4), (2, 2)])
 def test_a_querys_map_covers_its_window_alone(layer, side):
     """A window of 4 cells, 2 pixels each: at the left upper corner 8 x 8 pixels; shifted by 2 cells 4 x 4."""
-    figure = plot_heads(swin(), IMAGE, [layer], [0], [(0, 0)], overlay=False)
+    figure = plot_heads(small_swin(), IMAGE, [layer], [0], [(0, 0)], overlay=False)
     shown = maps_of(figure)[-1]
     window = shown[:side, :side]
     assert shown.shape == (16, 16)
@@ -110,16 +106,17 @@ def test_a_querys_map_covers_its_window_alone(layer, side):
 
 def test_heads_that_not_every_layer_has_are_told(caplog):
     """With layers of 2 and 3 heads; if no heads are chosen, nothing is logged."""
+    model = small_swin()
     told = "layers have 2 to 3 heads, so only heads 0 to 1 of each are drawn"
     for plot in (plot_heads, plot_matrix):
         caplog.clear()
-        plot(swin(), IMAGE, [1, 3], [0])
-        plot(swin(), IMAGE, [3], "all")
+        plot(model, IMAGE, [1, 3], [0])
+        plot(model, IMAGE, [3], "all")
         assert told not in caplog.text
-        plot(swin(), IMAGE, [1, 3])
+        plot(model, IMAGE, [1, 3])
         assert told in caplog.text
     caplog.clear()
-    plot_statistics(swin(), [IMAGE], [1, 3])
+    plot_statistics(model, [IMAGE], [1, 3])
     assert told not in caplog.text
 
 

@@ -120,7 +120,8 @@ def test_rollout_of_a_class_is_its_evidence_in_the_class_token_or_in_all_pixels(
     vit = networks.lively(timm.create_model("vit_tiny_patch16_224", **TINY))
     for model, image in ((vit, torch.rand(3, 32, 32)), (load_model(EA), PHOTO)):
         tokens = int(model is vit)  # the class token
-        recording = record_of(model, image)
+        loaded = as_model(model)
+        recording = record_layers(loaded, image, recordable_layers(loaded.model))
         maps = recording.maps
         add_class_evidence(recording.model.model, recording.batch, maps, [2])
         evidence = class_rollout(maps)[0][:, tokens:]
@@ -135,11 +136,6 @@ def test_rollout_of_a_class_is_its_evidence_in_the_class_token_or_in_all_pixels(
     assert texts_of(plot_rollout(EA, PHOTO, target="predicted")).count("%") == 1
     with refused("target must be a class .* got 'unicorn'"):
         plot_rollout(EA, PHOTO, target="unicorn")
-
-
-def record_of(model, image):
-    model = as_model(model)
-    return record_layers(model, image, recordable_layers(model.model))
 
 
 # ---- strips ---------------------------------------------------------------------------------------------------------
@@ -321,7 +317,7 @@ def test_maps_lie_on_what_the_patches_cover(pads):
         plain = networks.timms("vit_tiny_patch16_224", patch_size=8, depth=1, **options)
         covered = (32, 40)
     else:
-        plain = networks.transformers_model("Dinov2", image_size=32, patch_size=8)
+        plain = networks.transformers_model("Dinov2")
         covered = (24, 32)
     model = as_model(plain)
     model.preparation = replace(model.preparation, size=(30, 39))
@@ -491,16 +487,6 @@ def test_runs_stay_apart_through_checkpoints(name, labels, run, photo, tmp_path)
     options = f"--model {run},{other} --through checkpoints -o {tmp_path}/a.html {photo}"
     with refused("this figure shows one run; got 2"):
         explore.main(options.split())
-
-
-def test_normalisation_by_keyword():
-    """mean= and std= reach the network: twice the standard deviation is half the input."""
-    model = small()
-    pixels = torch.rand(3, 16, 16)
-    changed = as_model(model, mean=(0.1, 0.2, 0.3), std=(2.0, 2.0, 2.0))
-    expected = (pixels - torch.tensor([0.1, 0.2, 0.3]).view(3, 1, 1)) / 2
-    torch.testing.assert_close(changed.input_of(pixels), expected)
-    assert plot_heatmap(model, pixels, 1, mean=(0.5,) * 3, std=(0.5,) * 3).axes
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------

@@ -51,17 +51,13 @@ def test_the_quadrilateral_is_drawn_and_what_it_holds(digits):
     inside = (slice(None), slice(1, -1), slice(1, -1))
     torch.testing.assert_close(sampled[inside], enlarged[inside], atol=1e-5, rtol=1e-5)
     assert model.training
+    assert len(plot_sampling(model, digits[0]).axes) == 2  # an image without a list
     message = "needs a model with a SpatialTransformer.*resnet18_cifar .*with 0"
     with refused(message):
         plot_sampling("resnet18_cifar", list(digits))
     network = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 1), SpatialTransformer(8))
     with refused(r"reads the image \(3 channels\), got one that reads 8"):
         plot_sampling(network, list(digits))
-
-
-def test_one_image_is_sampled_without_a_list(digits):
-    figure = plot_sampling(timm.create_model("stn_digits"), digits[0])
-    assert len(figure.axes) == 2
 
 
 def test_the_jacobian_of_transformers_models():
@@ -129,7 +125,7 @@ def test_a_network_that_was_looked_at_trains_on(look):
 
 def test_the_jacobian_lies_on_what_the_patches_cover():
     """Patches of 8 pixels do not cover all of 30x39 pixels; the network still takes the whole image."""
-    config = transformers_model("Dinov2", image_size=32, patch_size=8).config
+    config = transformers_model("Dinov2").config
     model = as_model(lively(transformers.Dinov2ForImageClassification(config)))
     model.preparation = replace(model.preparation, size=(30, 39))
     batch = model.batch_of([model.input_of(PHOTO)])
