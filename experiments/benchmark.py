@@ -253,6 +253,13 @@ def peak_resident(name: str, args: argparse.Namespace) -> int | None:
     return None if peak is None else peak - before
 
 
+def reset_peak_memory(device: torch.device) -> None:
+    """Reset the peak of a device's memory, if it keeps one."""
+    functions = devices.functions_of(device)
+    if hasattr(functions, "reset_peak_memory_stats"):
+        functions.reset_peak_memory_stats(device)
+
+
 def peak_memory(steps: Steps, before: int, args: argparse.Namespace) -> float | None:
     """Return the peak memory of a training step in MiB, or None if it is unknown.
 
@@ -262,7 +269,7 @@ def peak_memory(steps: Steps, before: int, args: argparse.Namespace) -> float | 
     device = steps.images.device
     if device.type != "cpu":
         steps.train()
-        devices.reset_peak_memory(device)
+        reset_peak_memory(device)
         steps.train()
         peak = devices.peak_memory(device)
         return None if peak is None else (peak - before) / 2**20
@@ -303,7 +310,7 @@ def built_steps(args: argparse.Namespace, images: Tensor) -> tuple[dict[Case, St
     rows = []
     for case in cases_of(args):
         print(case.name, case.implementation, case.mode, file=sys.stderr)
-        devices.reset_peak_memory(images.device)
+        reset_peak_memory(images.device)
         before = devices.peak_memory(images.device) or 0  # what is allocated now
         try:
             model = live_network(case.name, images)

@@ -21,10 +21,10 @@ from ea_vision.base.errors import UsageError, exit_code
 from ea_vision.recorder.quantities import total_variation
 from ea_vision.recorder.recording import PARTS
 from ea_vision.recorder.selection import parse_layers
-from ea_vision.visualize.change import add_own_alone, draw_change
 from ea_vision.visualize.figure_options import check_output, save
 from ea_vision.visualize.figure_request import record
 from ea_vision.visualize.map_style import MapStyle
+from ea_vision.visualize.strip import add_own_alone, draw_change
 from ea_vision.visualize.tiles import OWN_ALONE, Recording, cell_of
 from ea_vision.zoo.inputs import find_images, read_image
 from ea_vision.zoo.loaded import load_model

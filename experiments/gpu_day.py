@@ -244,7 +244,7 @@ def peak_gib(day: Day, steps: Steps, before: int) -> float | None:
     if day.dry or steps.case.mode == GRAPHS:
         return None
     steps.train()
-    devices.reset_peak_memory(day.device)
+    torch.cuda.reset_peak_memory_stats(day.device)
     steps.train()
     return (devices.peak_memory(day.device) - before) / 2**30
 

@@ -45,9 +45,11 @@ def write_learning_curves(folders: list[Path], output: Path) -> None:
     if output.suffix.lower() not in FORMATS:
         raise UsageError(f"learning curves must end in {' or '.join(FORMATS)}, got {output}")
     # matplotlib, which readers of metrics do without
-    from ea_vision.base.print import as_written
+    import matplotlib
 
-    with as_written():
+    from ea_vision.base.print import text_settings
+
+    with matplotlib.rc_context(text_settings()):
         picture = figure_bytes(drawn(folders), output.suffix.lower())
     atomic_write(check_output(output), picture)
     print(f"written: {output}")

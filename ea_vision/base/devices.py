@@ -1,11 +1,15 @@
-"""torch's devices: choose one by name; read its random state, its memory and its name.
+"""torch's devices: choose one by name; read its memory and its name; random states, with the device's own.
 
 torch has one module of functions for each kind of device: torch.cuda, torch.mps, torch.xpu, and those of registered
 backends. Not every module has every function, so each function here documents its fallback.
 """
 
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 
+import numpy as np
 import torch
 
 from ea_vision.base.errors import UsageError
@@ -81,45 +85,57 @@ def functions_of(device: torch.device) -> ModuleType | None:
         return None
 
 
-def _call(device: torch.device, name: str, default=None):
-    """Call a function of the device's module with the device; return `default` if the module lacks it. Functions of mps
-    take no device."""
+def _call(device: torch.device, name: str, *args, default=None):
+    """Call a function of the device's module with args and the device; return `default` if the module lacks it.
+    Functions of mps take no device."""
     function = getattr(functions_of(device), name, None)
     if function is None:
         return default
-    return function() if device.type == "mps" else function(device)
+    return function(*args) if device.type == "mps" else function(*args, device)
 
 
-def random_state(device: torch.device) -> torch.Tensor | None:
-    """Return the state of the device's random generator, or None if it has none."""
-    return _call(device, "get_rng_state")
+def random_state(device: torch.device) -> dict:
+    """Return the state of every random generator that a step may use: torch's, the device's, NumPy's and Python's."""
+    name, keys, *rest = np.random.get_state()
+    state = {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": [name, keys.tolist(), *rest],
+    }
+    device_state = _call(device, "get_rng_state")
+    if device_state is not None:
+        state[device.type] = device_state
+    return state
 
 
-def set_random_state(state: torch.Tensor, device: torch.device) -> None:
-    """Set the state of the device's random generator, if it has one."""
-    function = getattr(functions_of(device), "set_rng_state", None)
-    if function is None:
-        return
-    if device.type == "mps":
-        function(state)
-    else:
-        function(state, device)
+def set_random_state(state: dict, device: torch.device) -> None:
+    """Restore what `random_state` returned."""
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    if device.type in state:
+        _call(device, "set_rng_state", state[device.type])
+
+
+@contextmanager
+def random_state_kept(device: torch.device) -> Iterator[None]:
+    """Restore the random state after the block."""
+    state = random_state(device)
+    try:
+        yield
+    finally:
+        set_random_state(state, device)
 
 
 def peak_memory(device: torch.device) -> int | None:
     """Return the peak bytes of tensors on the device; the current bytes if it keeps no peak, else None."""
     current = _call(device, "current_allocated_memory")
-    return _call(device, "max_memory_allocated", current)
-
-
-def reset_peak_memory(device: torch.device) -> None:
-    """Reset the peak of memory, if the device keeps one."""
-    _call(device, "reset_peak_memory_stats")
+    return _call(device, "max_memory_allocated", default=current)
 
 
 def device_name(device: torch.device) -> str:
     """Return the name that the device's driver gives it, or its kind."""
-    return _call(device, "get_device_name", device.type)
+    return _call(device, "get_device_name", default=device.type)
 
 
 def synchronize(device: torch.device) -> None:

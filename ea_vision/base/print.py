@@ -2,8 +2,8 @@
 texts, and fonts that have their letters."""
 
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import cache, lru_cache
 from typing import Any
 
@@ -69,13 +69,6 @@ def text_settings() -> dict[str, Any]:
     """Return the rcParams that draw texts as they are written: names may have dollar signs, between which matplotlib
     would read a formula, and letters that its own fonts lack."""
     return {"text.parse_math": False, "font.family": fonts()}
-
-
-@contextmanager
-def as_written() -> Iterator[None]:
-    """Draw texts as they are written."""
-    with matplotlib.rc_context(text_settings()):
-        yield
 
 
 def points(kind: str = "small") -> float:

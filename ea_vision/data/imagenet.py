@@ -9,7 +9,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms
 
-from ea_vision.base.devices import pins_memory
+from ea_vision.base.devices import pins_memory, random_state_kept
 from ea_vision.base.errors import RunError
 from ea_vision.base.processes import end_with_parent, start_method, usable_cpus, workers_watched
 from ea_vision.data.augment import normalize
@@ -98,7 +98,7 @@ class Decoder(Dataset):
         images = torch.zeros(len(keys), *self.shape, dtype=torch.uint8)
         targets: list[Any] = [0] * len(keys)
         bad = {}
-        with _own_random_state():
+        with random_state_kept(torch.device("cpu")):
             for place, (seed, index) in enumerate(keys.tolist()):
                 random.seed(seed)
                 np.random.seed(seed % 2**32)
@@ -108,17 +108,6 @@ class Decoder(Dataset):
                 except BrokenImage as error:
                     bad[place] = str(error)
         return images, targets, bad
-
-
-@contextmanager
-def _own_random_state() -> Iterator[None]:
-    """Restore the random state, which is part of the trainer's checkpoints, after the block."""
-    python_state = random.getstate()
-    numpy_state = np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        yield
-    random.setstate(python_state)
-    np.random.set_state(numpy_state)
 
 
 def _as_decoded(batch):
@@ -284,6 +273,11 @@ class ImageTrainLoader(DecodingLoader):
         yield from self._show(batches, img_size)
 
 
+def _in_evaluation(images: Sequence[int]) -> np.ndarray:
+    """Return the rows (seed, index) of images that are not augmented."""
+    return np.array([[0] * len(images), images], np.int64).T
+
+
 class ImageEvalLoader(DecodingLoader):
     """Every image once over all processes; unreadable ones are left out."""
 
@@ -291,14 +285,9 @@ class ImageEvalLoader(DecodingLoader):
 
     def batches(self) -> Iterator[Batch]:
         """Yield the batches; the last ones may be short or empty."""
-        batches = []
-        for images in self.eval_images():
-            seeds = [0] * len(images)
-            batches.append(np.array([seeds, images], np.int64).T)
-        yield from self._show(batches, self.img_size)
+        yield from self._show(list(map(_in_evaluation, self.eval_images())), self.img_size)
 
     def images_of(self, places: Sequence[int]) -> Tensor:
         """Return images by their numbers, without unreadable ones: float32 (B, C, H, W), normalised."""
-        keys = np.array([[0] * len(places), places], np.int64).T
-        [batch] = self._show([keys], self.img_size)
+        [batch] = self._show([_in_evaluation(places)], self.img_size)
         return batch.images

@@ -10,7 +10,7 @@ import io
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import closing, redirect_stdout
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from itertools import chain
 
@@ -20,9 +20,10 @@ from torch import nn
 from ea_vision.base.errors import RunError, extra_required
 from ea_vision.base.processes import World
 from ea_vision.detection.coco import results_of
+from ea_vision.detection.loaders import BoxEvalLoader
 from ea_vision.detection.transforms import found_in_original
 from ea_vision.engine.config import TrainConfig
-from ea_vision.engine.evaluate import autocast, json_numbers, percents
+from ea_vision.engine.evaluate import autocast, batches_for, json_numbers, no_stop, percents
 
 MEASURES = ("AP", "AP50", "AP75", "APs", "APm", "APl")
 
@@ -131,38 +132,31 @@ def _percent(value: float) -> float:
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
-    loader,
+    loader: BoxEvalLoader,
     num_classes: int,
     world: World,
     config: TrainConfig,
     *,
-    should_stop: Callable[[], bool] | None = None,
+    between: Callable[[], None] = no_stop,
     tta: str = "none",
-) -> DetectionResult | None:
-    """Evaluate a detector over `loader.batches()`, each process its share. The detector is left in eval mode.
+) -> DetectionResult:
+    """Evaluate a detector, each process its share; see `ea_vision.engine.evaluate.evaluate`.
 
-    loader: a `BoxEvalLoader`. Returns None if `should_stop`, called before each batch, returns True. `num_classes` and
-    `tta` are not used: the classes are those of the loader's data, and each image has one view.
+    `num_classes` and `tta` are not used: the classes are those of the loader's data, and each image has one view.
 
     Raises:
         RunError: no image that can be read has a box.
     """
-    model.eval()
     source = loader.source
     results: list[dict] = []
     ids: list[int] = []
-    with closing(loader.batches()) as batches:
-        for pixels, targets, indices in batches:
-            if should_stop is not None and should_stop():
-                return None
-            if not len(pixels):
-                continue
-            ids += indices.tolist()
-            with autocast(config.amp, world.device):
-                detected = model(pixels)
-            for target, one in zip(targets, detected, strict=True):
-                one = found_in_original(one, target["size"], pixels.shape[-1])
-                results += results_of(target["image_id"], one, source.category_ids)
+    for pixels, targets, indices in batches_for(model, loader, between):
+        ids += indices.tolist()
+        with autocast(config.amp, world.device):
+            detected = model(pixels)
+        for target, one in zip(targets, detected, strict=True):
+            one = found_in_original(one, target["size"], pixels.shape[-1])
+            results += results_of(target["image_id"], one, source.category_ids)
     ids = sorted(chain.from_iterable(world.gather(ids)))
     truth = source.ground_truth(ids)
     if all(row["iscrowd"] for row in truth["annotations"]):

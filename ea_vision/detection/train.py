@@ -240,7 +240,7 @@ class CocoDetection(DataModule):
             "bad_images": self.bad_images,
         }
 
-    def check_network(self, model: Detector, note: Mapping[str, Any], target: str) -> None:
+    def take_network(self, model: Detector, note: Mapping[str, Any], target: str) -> None:
         """Raise UsageError if a detector to evaluate has other categories than the data."""
         if (note["classes"], note["category_ids"]) != (self.classes, self.test.category_ids):
             raise UsageError(

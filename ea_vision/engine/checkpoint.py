@@ -6,14 +6,11 @@ file or the new one, never half of one.
 
 import io
 import os
-import random
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import torch
 
-from ea_vision.base import devices
 from ea_vision.zoo.weights_file import CHECKPOINT_FORMAT, DamagedCheckpoint, read_checkpoint
 
 LAST = "last.ckpt"
@@ -88,26 +85,3 @@ def newest_checkpoint(
             newest = (path, state)
             most = updates
     return newest
-
-
-def random_state(device: torch.device) -> dict:
-    """Return the state of every random generator that a step may use: torch's, the device's, NumPy's and Python's."""
-    name, keys, *rest = np.random.get_state()
-    state = {
-        "torch": torch.get_rng_state(),
-        "python": random.getstate(),
-        "numpy": [name, keys.tolist(), *rest],
-    }
-    device_state = devices.random_state(device)
-    if device_state is not None:
-        state[device.type] = device_state
-    return state
-
-
-def set_random_state(state: dict, device: torch.device) -> None:
-    """Restore what `random_state` returned."""
-    torch.set_rng_state(state["torch"])
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    if device.type in state:
-        devices.set_random_state(state[device.type], device)

@@ -17,7 +17,7 @@ from ea_vision.engine.draw_maps import MapsPictures, check_has_maps
 from ea_vision.engine.evaluate import VIEWS, autocast, evaluate
 from ea_vision.engine.train import Trainer
 from ea_vision.zoo.create import load_network
-from ea_vision.zoo.preparation import image_statistics, set_image_statistics
+from ea_vision.zoo.preparation import image_statistics
 from ea_vision.zoo.source import source_of
 
 log = logging.getLogger(__name__)
@@ -193,8 +193,7 @@ def create_teacher(data: DataModule) -> nn.Module:
     if not source.has_weights:
         raise UsageError(f"{target} must have trained weights")
     teacher, _ = load_network(source)
-    set_image_statistics(teacher, source.note)
-    data.check_network(teacher, source.note, target)
+    data.take_network(teacher, source.note, target)
     check_sizes(teacher, config.train_sizes, target)
     return teacher.requires_grad_(False)
 

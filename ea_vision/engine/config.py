@@ -46,11 +46,12 @@ COMPILE_MODES = (  # torch.compile's
     "max-autotune-no-cudagraphs",
 )
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
-# an option of each trainer that the others lack
+# an option of each trainer, or an entry of its notes, that the trainers below it lack
 TRAINERS = {
-    "crop_padding": "train-cifar",
     "eval_resize": "train-imagenet",
     "anchors": "train-detection",
+    "category_ids": "train-detection",
+    "img_size": "train-cifar",
 }
 
 
@@ -678,7 +679,7 @@ def _read_recipe(name: str) -> dict:
 
 
 def trainer_of(options: Collection[str]) -> str:
-    """Return the trainer that has these options; "" if it is none of ours."""
+    """Return the trainer that has these options, or entries of notes; "" if it is none of ours."""
     trainers = [trainer for name, trainer in TRAINERS.items() if name in options]
     return trainers[0] if trainers else ""
 

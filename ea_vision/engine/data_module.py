@@ -150,12 +150,16 @@ class DataModule:
             "seed": config.seed,
         }
 
-    def check_network(self, model: nn.Module, note: Mapping[str, Any], target: str) -> None:
-        """Raise UsageError if a network to evaluate has other classes than the data.
+    def take_network(self, model: nn.Module, note: Mapping[str, Any], target: str) -> None:
+        """Give a network that is not trained here the mean and std of its run.
 
         Args:
-            note: of the network's weights. target: what was evaluated, for the message.
+            note: of the network's weights. target: how it was named, for the message.
+
+        Raises:
+            UsageError: it has other classes than the data.
         """
+        set_image_statistics(model, note)
         expected = note.get("classes") or pretrained_classes(model, self.classes)
         check_classes(model, self.classes, expected, target)
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ea_vision.base.devices import random_state_kept
 from ea_vision.base.errors import RunError, UsageError
 from ea_vision.base.figures import figure_bytes
 from ea_vision.base.files import atomic_write, create
 from ea_vision.base.processes import worker_lost
-from ea_vision.engine import checkpoint
 
 log = logging.getLogger(__name__)
 FOLDER = "maps"  # in the run folder
@@ -46,18 +46,17 @@ class MapsPictures:
     def draw(self, network: nn.Module, name: str, epoch: int) -> Path | None:
         """Write maps/epoch_NNNN.png; return its path, or None, with a warning, if the maps cannot be drawn. The random
         state does not change; the network is left in eval mode."""
-        device = self.loader.device
-        random_state = checkpoint.random_state(device)
         path = self.folder / f"epoch_{epoch:04d}.png"
         plots = importlib.import_module("ea_vision.visualize")
         try:
-            figure = plots.plot_heatmap(
-                {f"{name}, epoch {epoch}": network.eval()},
-                self.pixels(),
-                heads="mean",
-                mean=self.loader.mean.tolist(),
-                std=self.loader.std.tolist(),
-            )
+            with random_state_kept(self.loader.device):
+                figure = plots.plot_heatmap(
+                    {f"{name}, epoch {epoch}": network.eval()},
+                    self.pixels(),
+                    heads="mean",
+                    mean=self.loader.mean.tolist(),
+                    std=self.loader.std.tolist(),
+                )
             create(self.folder)
             atomic_write(path, figure_bytes(figure))
         except (ValueError, RuntimeError) as error:  # such as maps without tokens over the image
@@ -65,8 +64,6 @@ class MapsPictures:
                 raise
             log.warning("the attention maps of epoch %d are not drawn: %s", epoch, error)
             return None
-        finally:
-            checkpoint.set_random_state(random_state, device)
         return path
 
     def pixels(self) -> list[Tensor]:

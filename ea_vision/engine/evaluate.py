@@ -1,7 +1,7 @@
 """Accuracy of a model: each image counted exactly once, on any number of processes."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ea_vision.base.devices import sum_type
 from ea_vision.base.errors import RunError, UsageError
 from ea_vision.base.processes import World
+from ea_vision.data.batches import Batch, Loader
 from ea_vision.engine.config import TrainConfig
 
 # Views of an image whose logits are averaged: test-time augmentation.
@@ -126,50 +127,61 @@ class Evaluation:
         return f"{percents(self.figures())}  loss {self.loss:.4f}  {self.images} images{views}"
 
 
+def no_stop() -> None:
+    """Do nothing between the batches of an evaluation."""
+
+
+def batches_for(model: nn.Module, loader: Loader, between: Callable[[], None]) -> Iterator[Batch]:
+    """Yield the batches of a loader that have images, with the model in eval mode, in which it is left.
+
+    The loader gives every process the same number of batches, of which some may be empty; `between` is called before
+    each, by all processes together.
+    """
+    model.eval()
+    with closing(loader.batches()) as batches:
+        for batch in batches:
+            between()
+            if len(batch.images):
+                yield batch
+
+
 @torch.no_grad()  # not inference_mode: a tensor that a layer caches here must stay usable in training
 def evaluate(
     model: nn.Module,
-    loader,
+    loader: Loader,
     num_classes: int,
     world: World,
     config: TrainConfig | None = None,
     *,
-    should_stop: Callable[[], bool] | None = None,
+    between: Callable[[], None] = no_stop,
     tta: str = "none",
-) -> Evaluation | None:
-    """Evaluate over `loader.batches()`, of which each process sees its own share. The model is left in eval mode.
+) -> Evaluation:
+    """Evaluate over `batches_for` the model, of which each process sees its own share.
 
-    The loader gives every process the same number of batches; some may be empty. Returns None if `should_stop`, called
-    before each batch, returns True. `tta`: the VIEWS whose logits are averaged. `config` sets precision and memory
-    format; None: float32 in the images' own format.
+    `tta`: the VIEWS whose logits are averaged. `config` sets precision and memory format; None: float32 in the images'
+    own format.
 
     Raises:
         NonFiniteLoss: on every process, if the loss is NaN or infinite: such logits have no meaningful order.
         RunError: no image could be read.
     """
-    model.eval()
     config = config or TrainConfig()
     sample = torch.empty(0)
     dtype = sum_type(world.device)
     confusion = torch.zeros(num_classes * num_classes, dtype=dtype, device=world.device)
     totals = torch.zeros(2, dtype=dtype, device=world.device)  # in the top 5, loss
-    with closing(loader.batches()) as batches:
-        for images, targets, _ in batches:
-            if should_stop is not None and should_stop():
-                return None
-            if not len(images):
-                continue
-            if not len(sample):
-                sample = images[:32].clone()
-            if config.channels_last:
-                images = images.contiguous(memory_format=torch.channels_last)
-            with autocast(config.amp, world.device):
-                logits = logits_by_views(model, images, tta)
-            top = logits.topk(min(5, num_classes), dim=1).indices
-            cells = targets * num_classes + top[:, 0]
-            confusion.index_add_(0, cells, torch.ones_like(targets, dtype=dtype))
-            hits = (top == targets[:, None]).sum()
-            totals += torch.stack([hits, F.cross_entropy(logits, targets, reduction="sum")])
+    for images, targets, _ in batches_for(model, loader, between):
+        if not len(sample):
+            sample = images[:32].clone()
+        if config.channels_last:
+            images = images.contiguous(memory_format=torch.channels_last)
+        with autocast(config.amp, world.device):
+            logits = logits_by_views(model, images, tta)
+        top = logits.topk(min(5, num_classes), dim=1).indices
+        cells = targets * num_classes + top[:, 0]
+        confusion.index_add_(0, cells, torch.ones_like(targets, dtype=dtype))
+        hits = (top == targets[:, None]).sum()
+        totals += torch.stack([hits, F.cross_entropy(logits, targets, reduction="sum")])
     in_top5, loss = world.sum(totals).tolist()
     confusion = world.sum(confusion).cpu().double().view(num_classes, num_classes)
     count = int(confusion.sum())

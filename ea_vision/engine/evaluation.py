@@ -17,8 +17,7 @@ from ea_vision.engine.data_module import DataModule
 from ea_vision.engine.step_log import log_to_stdout
 from ea_vision.models.modes import lay_out
 from ea_vision.zoo.create import DATA_KEYWORDS, load_network
-from ea_vision.zoo.preparation import set_image_statistics
-from ea_vision.zoo.source import CLASSIFICATION, CONFIG, Source, source_of
+from ea_vision.zoo.source import CONFIG, Source, source_of
 
 
 def evaluate_target(module: type[DataModule], target: str, given: dict) -> None:
@@ -38,9 +37,7 @@ def evaluate_target(module: type[DataModule], target: str, given: dict) -> None:
         data = module(config, world, training=False)
         data.check()
         model, _ = load_network(source)
-        if source.kind == CLASSIFICATION:  # a detector normalises images itself
-            set_image_statistics(model, source.note)
-        data.check_network(model, source.note, target)
+        data.take_network(model, source.note, target)
         name = re.sub(r"[/\\:]", "_", target)
         folder = source.run / "evaluation" if source.is_run else Path("runs", f"evaluation-{name}")
         output = Path(config.output or folder)
@@ -82,39 +79,30 @@ def options_of(schema: type, source: Source, given: dict) -> Any:
         UsageError: the run or the weights are another trainer's, or the options do not fit the source.
     """
     target = source.target
-    begins_with = given.get("pretrained_path")
-    if source.weights is None:
-        if given.get("model", source.name) != source.name:
-            raise UsageError(f"--evaluate {target} names the model, got --model {given['model']}")
-        config = resolve(schema, {**given, "model": source.name})
-        begins_with = config.pretrained_path  # perhaps the recipe's
-    if begins_with:
-        raise UsageError(
-            f"--evaluate takes a file of weights itself, got {target} and --pretrained-path {begins_with}"
-        )
-    if source.weights is None:
-        return config
-    trainer = trainer_of(source.options)
-    this_trainer = trainer_of(schema.rules())
-    if source.run is None and source.kind == CLASSIFICATION and "img_size" in source.options:
-        if this_trainer == "train-imagenet":
-            trainer = trainer or "train-cifar"  # whose weights note nothing else
-    if trainer and trainer != this_trainer:
+    trainer = trainer_of([*source.options, *source.note])
+    if trainer and trainer != trainer_of(schema.rules()):
         origin = "these weights" if source.run is None else "this run"
         raise UsageError(
             f"--evaluate {target} needs the trainer of {origin}: ea-vision {trainer} --evaluate {target}"
         )
-    options = source.options
-    if source.run is None:
+    options = {"model": source.name}
+    if source.run is not None:
+        options = source.options
+    elif source.weights is not None:
         kwargs = {key: value for key, value in source.kwargs.items() if key not in DATA_KEYWORDS}
-        options = {"model": source.name, "model_kwargs": kwargs, **options}
+        options = {**options, "model_kwargs": kwargs, **source.options}
         if "img_size" in source.kwargs:  # all that some weights say
             options.setdefault("img_size", source.kwargs["img_size"])
-    for key in ("model", "model_kwargs"):
-        if given.get(key, options.get(key)) != options.get(key):
-            raise UsageError(
-                f"--evaluate {target} has {key} {options.get(key)!r}, got {given[key]!r}"
-            )
-    if source.run is None:
-        return resolve(schema, {**options, **given})
-    return resolve(schema, {"recipe": str(source.run / CONFIG), **given})
+    for key in options.keys() & {"model", "model_kwargs"}:
+        if given.get(key, options[key]) != options[key]:
+            raise UsageError(f"--evaluate {target} has {key} {options[key]!r}, got {given[key]!r}")
+    if source.run is not None:
+        options = {"recipe": str(source.run / CONFIG)}
+    config = resolve(schema, {**options, **given})
+    # a run's own are those with which it began
+    begins_with = config.pretrained_path if source.run is None else given.get("pretrained_path")
+    if begins_with:
+        raise UsageError(
+            f"--evaluate takes a file of weights itself, got {target} and --pretrained-path {begins_with}"
+        )
+    return config

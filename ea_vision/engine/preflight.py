@@ -9,7 +9,6 @@ import torch
 from ea_vision.base import devices
 from ea_vision.base.errors import as_usage_error
 from ea_vision.base.units import duration
-from ea_vision.engine import checkpoint
 from ea_vision.engine.evaluate import autocast
 from ea_vision.engine.train import Trainer
 
@@ -31,18 +30,15 @@ def trial_step(trainer: Trainer) -> float:
     side = config.img_size
     on_cpu = device.type == "cpu"
     count = min(config.batch_size, TRIAL_IMAGES_ON_CPU) if on_cpu else config.batch_size
-    random_state = checkpoint.random_state(device)
     batches = f"batches of {count} images of {side} pixels"
     too_large = (
         f"{batches} do not fit into the memory of {device} (lower --batch-size, with --total-batch "
         f"{trainer.images_of_update} more batches are added up; or set --grad-checkpointing or --amp)"
     )
     refused = as_usage_error(f"model {config.model} cannot be trained on {batches}")
-    try:
-        with refused, as_usage_error(too_large, torch.OutOfMemoryError):
-            seconds = _timed_steps(trainer, count, steps=2 if on_cpu else 3)
-    finally:
-        checkpoint.set_random_state(random_state, device)
+    fits = as_usage_error(too_large, torch.OutOfMemoryError)
+    with devices.random_state_kept(device), refused, fits:
+        seconds = _timed_steps(trainer, count, steps=2 if on_cpu else 3)
     return seconds * config.batch_size / count
 
 

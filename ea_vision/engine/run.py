@@ -354,9 +354,7 @@ def finish(trainer: Trainer, about: dict) -> None:
 def _final_figures(trainer: Trainer, row: dict[str, float], tested: bool) -> dict[str, float]:
     """Return an epoch's measures. If `tested`, return the loaded weights' measures on the test images instead, and the
     first measure on the images held out."""
-    figures = {"epoch": row["epoch"]}
-    for measure in trainer.measures:
-        figures[measure] = row[measure]
+    figures = {name: row[name] for name in ("epoch", *trainer.measures)}
     if not tested:
         return figures
     data = trainer.data

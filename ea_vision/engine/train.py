@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
+from ea_vision.base.devices import random_state, set_random_state
 from ea_vision.base.errors import RunError, UsageError
 from ea_vision.base.files import atomic_write, write_json
 from ea_vision.base.processes import WorkerLost, mean_in_order, workers_watched
@@ -124,8 +125,8 @@ class Trainer:
     A subclass has:
         _batch_loss(images, targets): the mean loss of one batch, images (B, 3, H, W).
         loss_on_noise(model, images), static: a loss on images of noise, for the trial step before the run.
-        evaluate(model, loader, num_classes, world, config, should_stop=None, tta="none"), static: a result over
-            `loader.batches()` that has `figures()`; None if `should_stop` returned True.
+        evaluate(model, loader, num_classes, world, config, between=no_stop, tta="none"), static: a result over
+            `loader.batches()` that has `figures()`; `between` is called before each batch.
 
     Class attributes:
         measures: names in the results' `figures()`, in percent: columns of metrics.csv. The best epoch is the one with
@@ -253,7 +254,7 @@ class Trainer:
     def _load_own(self, state: dict) -> None:
         """Load this process's own part of a state: random generators and, if processes differ, batch statistics."""
         rank = self.world.rank
-        checkpoint.set_random_state(state["random"][rank], self.world.device)
+        set_random_state(state["random"][rank], self.world.device)
         buffers = state.get("buffers")  # None if processes do not differ
         if buffers is None:
             return
@@ -269,7 +270,7 @@ class Trainer:
         The order matters: checkpoints are written after all files that belong to them, so that a resumed run repeats
         whatever a kill left undone.
         """
-        random_states = self.world.gather(checkpoint.random_state(self.world.device))
+        random_states = self.world.gather(random_state(self.world.device))
         buffers = self._buffers_of_ranks()
         last = self.folder / checkpoint.LAST
         is_good = self.last_good == last
@@ -537,7 +538,7 @@ class Trainer:
         if self.world.size > 1:  # batch statistics are each process's own until here
             reduce = self.config.dist_bn == "reduce"
             distribute_bn(self.best_model, self.world.size, reduce=reduce)
-        figures, maps = self._evaluated(number)
+        figures = self._evaluated(number)
         self.data.bad_images.collect(self.world, self.folder)
         row = {
             "epoch": number,
@@ -547,8 +548,10 @@ class Trainer:
             **figures,
             "images_per_s": progress.step * self.images_of_update / trained,
             "seconds": trained + time.perf_counter() - start,
+            **self.columns,
+            **gates(self.best_model),
         }
-        row = rounded(row | maps | self.columns | gates(self.best_model))
+        row = rounded(row)
         picture = None
         if self.pictures is not None and self.world.is_main:
             if is_multiple(number, self.pictures.every):
@@ -569,30 +572,25 @@ class Trainer:
                 self.step_log.send_picture("maps", picture, row["step"])
         self._log_epoch(row)
 
-    def _evaluated(self, number: int) -> tuple[dict[str, float], dict[str, float]]:
-        """Evaluate after epoch `number` if that is due.
-
-        Returns:
-            The loss and the measures (nan if the epoch is not evaluated), and the columns of attention maps.
-        """
+    def _evaluated(self, number: int) -> dict[str, float]:
+        """Evaluate after epoch `number` if that is due; return the loss and the measures, nan if the epoch is not
+        evaluated, and the columns of attention maps."""
         figures = dict.fromkeys(("eval_loss", *self.measures), math.nan)
         if number % self.config.eval_epochs and number != self.total_epochs:
-            return figures, {}
+            return figures
         result = self.evaluate(
             self.eval_net,
             self.eval_loader,
             len(self.data.classes),
             self.world,
             self.config,
-            should_stop=self._stop_wanted,
+            between=self._leave_if_asked,
         )
-        if result is None:
-            self._leave()
         figures["eval_loss"] = getattr(result, "loss", math.nan)
         figures.update(result.figures())
         if self.watches and self.world.is_main and len(result.sample):
-            return figures, self.watch(self.eval_net, result.sample)
-        return figures, {}
+            figures.update(self.watch(self.eval_net, result.sample))
+        return figures
 
     def _log_epoch(self, row: dict[str, float]) -> None:
         """Log one line with the epoch's results."""
@@ -604,20 +602,18 @@ class Trainer:
             best = "not evaluated"
         elif progress.best_epoch == progress.epoch:
             best = "best so far"
-        loss = ""
-        if not math.isnan(row["eval_loss"]):
-            loss = f"evaluation loss {row['eval_loss']:.4f}"
-        quality = "  ".join(filter(None, (loss, self.text_of(row), best)))
-        more = {
-            "of": self.total_epochs,
-            "quality": quality,
-            "left": f"  {duration(left)} left" if left else "",
-        }
-        log.info(
-            "epoch %(epoch)d/%(of)d  training loss %(train_loss).4f  %(quality)s  lr %(lr).3g  "
-            "%(images_per_s).0f images/s  %(seconds).1f s%(left)s",
-            row | more,
+        parts = (
+            f"epoch {progress.epoch}/{self.total_epochs}",
+            f"training loss {row['train_loss']:.4f}",
+            "" if math.isnan(row["eval_loss"]) else f"evaluation loss {row['eval_loss']:.4f}",
+            self.text_of(row),
+            best,
+            f"lr {row['lr']:.3g}",
+            f"{row['images_per_s']:.0f} images/s",
+            f"{row['seconds']:.1f} s",
+            f"{duration(left)} left" if left else "",
         )
+        log.info("  ".join(filter(None, parts)))
 
     def fit(self) -> None:
         """Train until `config.epochs` epochs are complete.
@@ -645,10 +641,11 @@ class Trainer:
                     f"{self.last_good}"
                 ) from error
 
-    def _stop_wanted(self) -> bool:
-        """Return whether any process was asked to stop; all processes must ask together."""
+    def _leave_if_asked(self) -> None:
+        """Leave if any process was asked to stop; all processes must call this together."""
         requests = torch.tensor(float(self.stop.signal is not None), device=self.world.device)
-        return self.world.sum(requests).item() > 0
+        if self.world.sum(requests).item():
+            self._leave()
 
     def _leave(self) -> None:
         """Save, and end the run because of a signal."""

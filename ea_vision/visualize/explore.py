@@ -35,7 +35,6 @@ from ea_vision.ops import Size
 from ea_vision.recorder.quantities import total_variation
 from ea_vision.recorder.recording import PARTS, AttentionLayer, LayerMaps, prefix_names
 from ea_vision.recorder.selection import positive
-from ea_vision.visualize.change import add_own_alone
 from ea_vision.visualize.equation import before_shares, equation
 from ea_vision.visualize.figure_options import DEMO, check_output, make_parser, models_of
 from ea_vision.visualize.figure_request import (
@@ -45,10 +44,11 @@ from ea_vision.visualize.figure_request import (
     as_images,
     only,
     record,
+    run_label,
 )
 from ea_vision.visualize.map_style import CHANGE_MAP, SIGNED_MAP, MapStyle, norm_of
 from ea_vision.visualize.rollout import evidence_of
-from ea_vision.visualize.run_epochs import run_label
+from ea_vision.visualize.strip import add_own_alone
 from ea_vision.visualize.tiles import MEAN, OWN_ALONE, Recording, in_fog
 from ea_vision.zoo.inputs import ImageSource, find_images, names_of, read_image
 from ea_vision.zoo.loaded import LoadedModel

@@ -15,9 +15,8 @@ from ea_vision.base.figures import FORMATS as PICTURES
 from ea_vision.base.figures import figure_bytes
 from ea_vision.base.files import check_keeps_images
 from ea_vision.recorder.selection import add_options, positive
-from ea_vision.visualize.figure_request import MOST_LAYERS, FigureRequest
+from ea_vision.visualize.figure_request import MOST_LAYERS, FigureRequest, epochs_of
 from ea_vision.visualize.map_style import SCALES, STYLE, STYLE_FIELDS, STYLES
-from ea_vision.visualize.run_epochs import epochs_of
 from ea_vision.zoo.inputs import find_images, read_image
 from ea_vision.zoo.loaded import LoadedModel, load_model
 from ea_vision.zoo.source import TARGET_HELP, parse_targets

@@ -48,7 +48,8 @@ from ea_vision.visualize.map_style import STYLE_FIELDS, style_of
 from ea_vision.visualize.sheet import TooHigh
 from ea_vision.visualize.tiles import ALL, MEAN, Head, Query, Recording
 from ea_vision.zoo.inputs import ImageSource, as_image
-from ea_vision.zoo.loaded import LoadedModel, as_model
+from ea_vision.zoo.loaded import LoadedModel, as_model, load_model
+from ea_vision.zoo.source import checkpoints_of, folder_of_file
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ Queries = Sequence[Query] | str | None
 MOST_LAYERS = 6  # drawn by default
 DIAGONAL = ((0.25, 0.25), (0.5, 0.5), (0.75, 0.75))  # queries, as fractions of height and width
 MIDDLE = ((0.5, 0.5),)
+NEED_RUNS = "checkpoints need a run folder, its *.ckpt files or its snapshots"
 
 
 def only(values: Sequence, kind: str):
@@ -132,6 +134,44 @@ def as_models(models, **images) -> list[LoadedModel]:
     for model, label in zip(loaded, labels, strict=True):
         model.label = label
     return loaded
+
+
+def epochs_of(
+    targets: Models, load: Callable[[str], LoadedModel] = load_model
+) -> list[LoadedModel]:
+    """Load the *.ckpt files and snapshots of run folders, or such files, ordered by run and epoch. If several files
+    have the same epoch, the last one is returned. Models that are loaded already are returned unchanged.
+
+    Runs whose folders have the same name are numbered.
+
+    Raises:
+        UsageError: a run folder without such files, or a model without an epoch.
+    """
+    targets = list(targets) if isinstance(targets, (list, tuple)) else [targets]
+    if all(isinstance(target, LoadedModel) for target in targets):
+        return targets
+    runs = {}
+    for target in targets:
+        if not isinstance(target, (str, Path)):
+            raise UsageError(f"{NEED_RUNS}, got {type(target).__name__}")
+        for path in checkpoints_of(str(target)):
+            model = load(path)
+            if model.epoch is None:
+                raise UsageError(f"{NEED_RUNS}, got {model.label}")
+            run = folder_of_file(Path(path).resolve())
+            runs.setdefault(run, {})[model.epoch] = model
+    labels = numbered([run_label(next(iter(epochs.values()))) for epochs in runs.values()])
+    models = []
+    for label, epochs in zip(labels, runs.values(), strict=True):
+        for epoch in sorted(epochs):
+            epochs[epoch].label = f"{label}, epoch {epoch}"
+            models.append(epochs[epoch])
+    return models
+
+
+def run_label(model: LoadedModel) -> str:
+    """Return a checkpoint's label without its epoch."""
+    return model.label.removesuffix(f", epoch {model.epoch}")
 
 
 def as_images(images: AnyImage | Sequence[AnyImage]) -> list[AnyImage]:

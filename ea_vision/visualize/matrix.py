@@ -1,20 +1,32 @@
 """The whole N x N matrix of a layer's heads: one row per query, one column per key, of an image both row by row.
 
-The tokens before a vision transformer's patches (class token, registers) come first; a line separates them."""
+The tokens before a vision transformer's patches (class token, registers) come first; a line separates them.
 
+Of a text the tokens stand along both sides. Attention is in units of uniform attention over the keys that a query sees.
+What no head sees is blank: later tokens in causal attention, and padding.
+"""
+
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from numbers import Integral
+from typing import Any
 
 import numpy as np
+import torch
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
-from torch import nn
+from torch import Tensor, nn
 
 from ea_vision.base.errors import UsageError
-from ea_vision.models.modes import unwrap
+from ea_vision.base.figures import PAGE
+from ea_vision.base.print import points, text_width
+from ea_vision.layers.inspect_attention import CROSS_ATTENTION
+from ea_vision.models.modes import evaluating, unwrap
 from ea_vision.ops import Size
-from ea_vision.recorder.recording import PARTS, LayerMaps
+from ea_vision.recorder.recording import PARTS, AttentionLayer, LayerMaps, record_attention
 from ea_vision.visualize.figure_options import make_parser, run_figure
 from ea_vision.visualize.figure_request import (
     AnyImage,
@@ -29,16 +41,8 @@ from ea_vision.visualize.figure_request import (
     title_of,
 )
 from ea_vision.visualize.map_style import STYLE, MapStyle, map_sheet, style_of
-from ea_vision.visualize.sheet import Block, Row, Tile
-from ea_vision.visualize.text_matrix import (
-    Text,
-    Tokens,
-    is_text,
-    record_text,
-    token_block,
-    tokens_of,
-)
-from ea_vision.visualize.tiles import ALL, MEAN, Head, head_name, map_name, of_head
+from ea_vision.visualize.sheet import LARGEST_TILE, MARGIN, Block, Row, Tile
+from ea_vision.visualize.tiles import ALL, MEAN, Head, Recording, head_name, map_name, of_head
 from ea_vision.zoo.loaded import LoadedModel
 
 EXAMPLES = """\
@@ -47,6 +51,81 @@ EXAMPLES = """\
 """
 TICKS = 7  # at most, along a side
 STYLE_FIELDS = ("scale", "cmap")
+Text = str | Sequence[int] | Tensor | Mapping[str, Tensor]
+LONGEST_TOKEN = 12  # letters; longer tokens are cut
+CELL = 1.2  # heights of a letter: a cell whose token is written
+HIDDEN_LOGIT = -1e30  # masks add at least this to logits
+
+
+@dataclass
+class Side:
+    """The tokens along a side of a layer's maps.
+
+    Attributes:
+        tokens: as they are written: long ones are cut.
+        padding: True where a position is padding.
+    """
+
+    tokens: Sequence[str]
+    padding: np.ndarray
+
+    @property
+    def room(self) -> float:
+        """How wide the longest token is, in points, with a margin."""
+        return points() + max(text_width(token, points()) for token in self.tokens)
+
+    @property
+    def length(self) -> float:
+        """How long the side is, in points, if every token is written."""
+        return CELL * points() * len(self.tokens)
+
+
+@dataclass
+class Tokens:
+    """The tokens along the sides of a network's maps.
+
+    Attributes:
+        source: of an encoder, or of the only text.
+        target: of a decoder; empty: there is none beside the source.
+        padding: for source and target, True where a position is padding; None: unknown.
+    """
+
+    source: Sequence[str]
+    target: Sequence[str] = ()
+    padding: Sequence[np.ndarray | None] = (None, None)
+
+    def kind(self, layer: LayerMaps) -> str:
+        """Return "encoder", "decoder" or "cross" in a network with a target, by the module's name; else ""."""
+        if not self.target:
+            return ""
+        if CROSS_ATTENTION.search(layer.name):
+            return "cross"
+        return "decoder" if "decoder" in layer.name else "encoder"
+
+    def sides(self, layer: LayerMaps) -> list[Side]:
+        """Return the sides of a layer's queries and of its keys. A decoder has the target on both sides; cross
+        attention asks from the target to the source.
+
+        Raises:
+            UsageError: the layer has other numbers of queries or keys.
+        """
+        [part, *_] = layer.recorded()
+        kind = self.kind(layer)
+        targets = {"queries": kind in ("decoder", "cross"), "keys": kind == "decoder"}
+        sides = []
+        for (what, index), count in zip(targets.items(), layer[part].shape[-2:], strict=True):
+            tokens = (self.source, self.target)[index]
+            if len(tokens) != count:
+                raise UsageError(
+                    f"layer {layer} has {count} {what}: as many tokens are required, got {len(tokens)}"
+                )
+            padding = self.padding[index]
+            written = [
+                token if len(token) <= LONGEST_TOKEN else f"{token[: LONGEST_TOKEN - 1]}…"
+                for token in tokens
+            ]
+            sides.append(Side(written, np.zeros(count, bool) if padding is None else padding))
+        return sides
 
 
 def plot_matrix(
@@ -158,7 +237,7 @@ def draw_matrix(
             tiles = [_tile(layer, head, part, bare) for head in heads]
             blocks.append(Block([Row(tiles)], map_name(layer, len(layers) > 1)))
         else:
-            blocks.append(token_block(layer, tokens, heads, part, bare, page.get("width")))
+            blocks.append(_token_block(layer, tokens, heads, part, bare, page.get("width")))
     return map_sheet(f"{title}: {part}", blocks, bare, note=note, **page)
 
 
@@ -191,6 +270,148 @@ def _row_starts(size: Size, prefix: int) -> np.ndarray:
     rows, columns = size
     step = max(1, -(-rows // TICKS))
     return prefix + np.arange(0, rows, step) * columns - 0.5
+
+
+# ---- texts -----------------------------------------------------------------------------------------------------------
+
+
+def is_text(model: nn.Module, value: Any) -> bool:
+    """Return whether a value is a network's text: ids, a mapping with input_ids, or a string for a network that takes
+    ids (transformers' main_input_name)."""
+    if isinstance(value, Mapping):
+        return "input_ids" in value
+    if isinstance(value, Tensor):
+        return value.ndim <= 2 and not value.is_floating_point()
+    if isinstance(value, str):
+        return getattr(model, "main_input_name", "") == "input_ids"
+    return isinstance(value, Sequence) and all(isinstance(item, Integral) for item in value)
+
+
+def tokens_of(tokens: Sequence[str] | tuple[Sequence[str], Sequence[str]]) -> Tokens:
+    """Return the tokens of a list, or of a pair of lists: source and target."""
+    if isinstance(tokens, tuple) and len(tokens) == 2 and not isinstance(tokens[0], str):
+        return Tokens(*tokens)
+    return Tokens(tokens)
+
+
+def record_text(
+    loaded: LoadedModel,
+    text: Text,
+    layers: Sequence[AttentionLayer],
+    part: str,
+    tokens: Sequence[str] | None = None,
+    tokenizer: Any = None,
+) -> tuple[Recording, Tokens]:
+    """Run a network on a text, in evaluation mode; return the maps of its layers, and its tokens.
+
+    Args:
+        text: ids (T,) or (1, T); a mapping of the network's inputs, such as a tokenizer returns; or a string, which
+            the tokenizer splits. An encoder-decoder without decoder_input_ids begins with its start token.
+        tokens: texts of the tokens; for an encoder-decoder a pair of lists. Default: by the tokenizer, or the ids.
+        tokenizer: of transformers, its path or name.
+
+    Raises:
+        UsageError: a string without a tokenizer, or several texts.
+    """
+    model = loaded.model
+    if isinstance(tokenizer, str):
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+    if isinstance(text, str):
+        if tokenizer is None:
+            raise UsageError(
+                "a text needs its tokenizer (processor=), or ids and tokens; got a string alone"
+            )
+        text = tokenizer(text, return_tensors="pt")
+    inputs = text if isinstance(text, Mapping) else {"input_ids": text}
+    inputs = {
+        name: torch.atleast_2d(torch.as_tensor(value)).to(loaded.device)
+        for name, value in inputs.items()
+    }
+    if len(inputs["input_ids"]) != 1:
+        raise UsageError(f"one text is required, got {len(inputs['input_ids'])}")
+    config = getattr(model, "config", None)
+    if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" not in inputs:
+        start = config.decoder_start_token_id or 0
+        inputs["decoder_input_ids"] = torch.tensor([[start]], device=loaded.device)
+    numbers = [layer.number for layer in layers]
+    recorded = record_attention(model, numbers, parts=(part,))
+    with evaluating(model), torch.no_grad(), recorded as maps:
+        if isinstance(text, Mapping) or len(inputs) > 1:
+            model(**inputs)
+        else:
+            model(inputs["input_ids"])
+    sides = []
+    padding = []
+    for name in ("", "decoder_"):
+        ids = inputs.get(f"{name}input_ids", torch.empty(1, 0))[0].tolist()
+        side = list(map(str, ids)) if tokenizer is None else tokenizer.convert_ids_to_tokens(ids)
+        sides.append(side)
+        mask = inputs.get(f"{name}attention_mask")
+        padding.append(None if mask is None else (mask[0] == 0).cpu().numpy())
+    written = Tokens(*sides) if tokens is None else tokens_of(tokens)
+    written.padding = padding
+    return Recording(loaded, None, maps), written
+
+
+def _token_block(
+    layer: LayerMaps,
+    tokens: Tokens,
+    heads: Sequence[Head],
+    part: str,
+    style: MapStyle,
+    width: float | None,
+) -> Block:
+    """Return a block of a layer of one text: one tile per head, with tokens at rows (queries) and columns (keys).
+
+    Args:
+        width: of the figure in inches.
+
+    Raises:
+        UsageError: the layer has another number of tokens.
+    """
+    room = 72 * (width or PAGE) - 2 * MARGIN
+    queries, keys = tokens.sides(layer)
+    side = min(room, queries.room + keys.length)
+    each = max(1, int(room // side))
+    tiles = [_token_tile(layer, queries, keys, head, part, style) for head in heads]
+    rows = [Row(tiles[first : first + each]) for first in range(0, len(tiles), each)]
+    name = f"layer {layer.number} {tokens.kind(layer)}".rstrip()
+    return Block(rows, name, enlarged=side / LARGEST_TILE)
+
+
+def _token_tile(
+    layer: LayerMaps, queries: Side, keys: Side, head: Head, part: str, style: MapStyle
+) -> Tile:
+    maps = layer[part][0].float().cpu()
+    blank = maps == 0 if part == "attn" else maps <= HIDDEN_LOGIT
+    hidden = blank.all(0).numpy() | queries.padding[:, None] | keys.padding
+    place = head if head == MEAN else layer.heads.index(head)
+    values = of_head(maps, place).numpy()
+    if part == "attn":
+        values = values * (~hidden).sum(-1, keepdims=True)
+
+    def paint(axes: Axes, norm: Normalize) -> None:
+        wide, high = (72 / axes.figure.dpi * length for length in axes.bbox.size)
+        left = queries.room / wide
+        below = 1 - keys.room / high
+        inside = axes.inset_axes((left, 0, 1 - left, below))
+        shown = np.ma.masked_where(hidden, values)
+        inside.imshow(shown, style.colormap(part), norm, aspect="auto", interpolation="nearest")
+        inside.xaxis.tick_top()
+        for axis, side, length in (
+            (inside.yaxis, queries, high * below),
+            (inside.xaxis, keys, wide * (1 - left)),
+        ):
+            step = math.ceil(side.length / length - 0.01)
+            axis.set_ticks(range(0, len(side.tokens), step), side.tokens[::step])
+            axis.set_tick_params(length=0, pad=points() / 2, labelsize=points())
+        inside.tick_params("x", rotation=90)
+        inside.spines[:].set_linewidth(0.5)
+
+    aspect = (keys.room + queries.length) / (queries.room + keys.length)
+    return Tile(paint, head_name(head), aspect=aspect, values=values[~hidden], part=part)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,16 +1,26 @@
 """One query through the layers of a chain: previous, own and convolved logits, their attention, and the attention of
-the own logits alone (PA paper, figure 8; EA paper, figure 11); or what the previous maps changed."""
+the own logits alone (PA paper, figure 8; EA paper, figure 11); or what the previous maps changed.
 
-from collections.abc import Sequence
+Own alone is a layer's attention without the previous layer's map: its mixture is its own logits (alpha 0), convolved
+and normalised as in training. The difference of two rows of attention is half the sum of their absolute differences, 0
+to 1: the share of a query's attention that moves. Over queries or heads it is the mean of their differences, not the
+difference of their means.
+"""
+
+from collections.abc import Callable, Sequence
 from functools import partial
 
+import numpy as np
 import torch
+from matplotlib.axes import Axes
+from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from torch import nn
 
 from ea_vision.base.errors import UsageError
+from ea_vision.models.modes import evaluating
+from ea_vision.recorder.quantities import own_alone
 from ea_vision.recorder.recording import PARTS, LayerMaps
-from ea_vision.visualize.change import add_own_alone, draw_change
 from ea_vision.visualize.equation import before_shares, equation
 from ea_vision.visualize.figure_options import make_parser, run_figure
 from ea_vision.visualize.figure_request import (
@@ -20,14 +30,16 @@ from ea_vision.visualize.figure_request import (
     Layers,
     Models,
     Queries,
+    epochs_of,
     only,
+    run_label,
     title_of,
 )
 from ea_vision.visualize.heatmap import draw_heatmap
 from ea_vision.visualize.map_style import STYLE, MapStyle, map_sheet
-from ea_vision.visualize.run_epochs import epochs_of, run_label
 from ea_vision.visualize.sheet import Block, Row, Tile, in_one_row
 from ea_vision.visualize.tiles import (
+    ALL,
     MEAN,
     OWN_ALONE,
     Head,
@@ -35,12 +47,14 @@ from ea_vision.visualize.tiles import (
     Recording,
     head_name,
     layers_name,
+    map_of,
     photo_of,
     queries_name,
     tile_of,
 )
 
 ARROW = "\N{RIGHTWARDS ARROW}"
+CHANGE = "change"  # the part: attention minus own alone, in units of uniform attention
 THROUGH = ("layers", "checkpoints")
 EXAMPLES = """\
   ea-vision strip --model ea_conv_transformer_cifar --queries 16,16 --heads 1 -o strip.png photo.jpg
@@ -68,7 +82,7 @@ def plot_strip(
         head: counted from 0, or "mean".
         query: default: the middle.
         through: "layers", or "checkpoints": attention only, by epoch of the checkpoints and snapshots of run folders.
-        change: draw what the previous layer's map changed in each layer, see `ea_vision.visualize.change`.
+        change: draw what the previous layer's map changed in each layer, see `draw_change`.
 
     Raises:
         UsageError: a layer, head or query that the model does not have, or `change` of a network that does not evolve.
@@ -114,6 +128,17 @@ def _through_training(
         title=title,
         width=request.width,
     )
+
+
+def add_own_alone(recording: Recording) -> None:
+    """Add the part OWN_ALONE to the maps of evolving layers: their attention without the previous map; see
+    `ea_vision.recorder.quantities.own_alone`. The recording must have all parts and all heads."""
+    for layer in recording.maps.values():
+        module = recording.model.model.get_submodule(layer.name)
+        with evaluating(module):
+            alone = own_alone(layer, module)
+        if alone is not None:
+            layer.save(OWN_ALONE, alone)
 
 
 def chains_of(maps: Sequence[LayerMaps]) -> list[list[LayerMaps]]:
@@ -197,12 +222,25 @@ def draw_strip(
             f"; own alone: attention by own logits{same_scale}; differs by: half the sum of absolute "
             "differences, 0 to 1"
         )
+
+    def part_of(layer: LayerMaps, part: str) -> Tile:
+        # the logits of a chain's first layer are its own: they stand in the column of own logits only
+        repeated = part == "logits" and layer.prev_logits is None and "self_logits" in columns
+        if repeated or part not in layer.recorded():
+            return Tile(None, aspect=recording.aspect)
+        tile = tile_of(recording, layer.number, style, head, point, part)
+        if part == OWN_ALONE:
+            tile.note = f"differs by {recording.change(layer.number, point, head):.2f}"
+        elif len(columns) > 1:
+            tile.note = ""
+        return tile
+
     chains = chains_of(maps)
     blocks = []
     for chain in chains:
         rows = []
         for layer in chain:
-            tiles = [_part(recording, layer, part, columns, head, point, style) for part in columns]
+            tiles = [part_of(layer, part) for part in columns]
             rows.append(Row(tiles, f"layer {layer.number}"))
         for tile, heading in zip(rows[0].tiles, columns.values(), strict=True):
             tile.title = heading
@@ -217,26 +255,75 @@ def draw_strip(
     return map_sheet(title_of(recording.model), blocks, style, note=note, photo=photo, **page)
 
 
-def _part(
+def draw_change(
     recording: Recording,
-    layer: LayerMaps,
-    part: str,
-    columns: Sequence[str],
+    layers: Sequence[int],
     head: Head,
     point: Query,
-    style: MapStyle,
-) -> Tile:
-    """Return a part's tile, or an empty one if the layer lacks the part. The logits of a chain's first layer are its
-    own: they stand in the column of own logits only."""
-    repeated = part == "logits" and layer.prev_logits is None and "self_logits" in columns
-    if repeated or part not in layer.recorded():
-        return Tile(None, aspect=recording.aspect)
-    tile = tile_of(recording, layer.number, style, head, point, part)
-    if part == OWN_ALONE:
-        tile.note = f"differs by {recording.change(layer.number, point, head):.2f}"
-    elif len(columns) > 1:
-        tile.note = ""
-    return tile
+    style: MapStyle = STYLE,
+    **page,
+) -> Figure:
+    """Draw one row for each of `layers` that evolves: its attention without the previous map, with it, and what the map
+    changed. Cells whose change is more than uniform attention are marked with + or -.
+
+    Args:
+        recording: with all parts of `layers` (numbers).
+        head: counted from 0, or "mean".
+        point: the query, (y, x) in pixels of the input, a token by name, or "all".
+        style: how maps are drawn.
+        **page: width and left_out, see `ea_vision.visualize.sheet.sheet`.
+
+    Raises:
+        UsageError: none of the layers evolves from a previous map.
+    """
+    add_own_alone(recording)
+    maps = recording.maps
+    evolving = [layer for layer in layers if OWN_ALONE in maps[layer].recorded()]
+    if not evolving:
+        raise UsageError(
+            f"layers that evolve from a previous map are required, and {recording.model.label} has none of these "
+            f"among {', '.join(map(str, layers))}"
+        )
+    blocks = [_changed(recording, layer, head, point, style) for layer in evolving]
+    same_scale = "" if style.scale == "tile" else ", at the same scale"
+    note = f"{head_name(head)}, {queries_name([point])}; without: own logits alone{same_scale}"
+    photo = photo_of(recording, [point], maps[evolving[0]].feat_size)
+    return map_sheet(title_of(recording.model), blocks, style, note=note, photo=photo, **page)
+
+
+def _changed(recording: Recording, layer: int, head: Head, point: Query, style: MapStyle) -> Block:
+    """Return a layer's row under a sentence that says how much the previous map changed."""
+    previous = f"layer {layer - 1}"
+    tile = partial(tile_of, recording, layer, style, head, point)
+    without = tile(OWN_ALONE, f"without {previous}'s map")
+    whole = tile("attn", f"with {previous}'s map")
+    values = whole.values - without.values  # (H, W), in units of uniform attention
+    title = f"what {previous}'s map changed"
+    change = map_of(values, recording, style, title, point=point, part=CHANGE)
+    change.paint = partial(_paint_change, change.paint, recording, values)
+    share = f"{recording.change(layer, point, head):.0%}"
+    sentence = f"{share} of this query's attention moves"
+    if point == ALL or head == MEAN:
+        sentence = f"on average {share} of a query's attention moves"
+    title = f"Layer {layer}, {head_name(head)}: {sentence} because of {previous}"
+    return Block([Row([without, whole, change])], title, enlarged=1.6)
+
+
+def _paint_change(
+    paint: Callable, recording: Recording, values: np.ndarray, axes: Axes, norm: Normalize
+) -> None:
+    """Paint a change, and mark with its sign each cell where it is more than uniform attention."""
+    paint(axes, norm)
+    H, W = values.shape
+    points_per_cell = 72 / axes.figure.dpi * axes.bbox.width / W
+    for marker, change in (("+", values), ("_", -values)):
+        for color, shown in (("black", change <= 2), ("white", change > 2)):
+            rows, columns = np.nonzero((change > 1) & shown)
+            x = (columns + 0.5) * recording.img_size[1] / W
+            y = (rows + 0.5) * recording.img_size[0] / H
+            size = min(6.0, 0.6 * points_per_cell)
+            axes.plot(x, y, marker, color=color, markersize=size, markeredgewidth=size / 5)
+    axes.set(xlim=recording.extent[:2], ylim=recording.extent[2:])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -37,10 +37,9 @@ def test_several_processes_do_not_share_a_numbered_device(monkeypatch):
 def test_a_device_without_functions_has_none_of_their_results():
     for device in (META, torch.device("cpu")):
         assert devices.functions_of(device) is None
-        assert devices.random_state(device) is None
+        assert device.type not in devices.random_state(device)
         assert devices.peak_memory(device) is None
         devices.synchronize(device)
-        devices.reset_peak_memory(device)
         assert devices.device_name(device) == device.type
         assert not devices.pins_memory(device)
 

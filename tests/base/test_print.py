@@ -69,7 +69,7 @@ def test_without_the_users_font_matplotlibs_own_draws_what_it_can(font):
     """The font of Chinese letters, which is installed, has no Latin ones."""
     with (
         matplotlib.rc_context({"font.family": "not installed"}),
-        texts.as_written(),
+        matplotlib.rc_context(texts.text_settings()),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("error")

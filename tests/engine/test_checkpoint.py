@@ -9,6 +9,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from ea_vision.base import devices
 from ea_vision.engine import checkpoint
 from ea_vision.engine.checkpoint import encode
 from ea_vision.zoo.weights_file import DamagedCheckpoint, read_checkpoint
@@ -24,7 +25,7 @@ def state():
     progress = {"updates": 3, "rows": [{"lr": 0.1}], "best": None, "text": "ä"}
     return {
         "model": {"weight": weight, "count": torch.tensor(1)},
-        "random": checkpoint.random_state(CPU),
+        "random": devices.random_state(CPU),
         "optimizer": {"state": {0: {"momentum_buffer": weight}}, "param_groups": groups},
         "progress": {**progress, "flags": (True, False)},
         "empty": torch.zeros(0),
@@ -41,9 +42,9 @@ def test_random_states_come_back():
     # leaves half of a pair behind in both generators
     random.gauss(0, 1)
     np.random.randn()
-    saved = checkpoint.random_state(CPU)
+    saved = devices.random_state(CPU)
     first = drawn()
-    checkpoint.set_random_state(saved, CPU)
+    devices.set_random_state(saved, CPU)
     assert drawn() == first
     assert set(first).isdisjoint(drawn())
 

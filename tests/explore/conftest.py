@@ -3,9 +3,9 @@
 import pytest
 
 from ea_vision.recorder.recording import PARTS, recordable_layers
-from ea_vision.visualize.change import add_own_alone
 from ea_vision.visualize.explore import Explorer
 from ea_vision.visualize.figure_request import record
+from ea_vision.visualize.strip import add_own_alone
 from ea_vision.zoo.loaded import load_model
 from tests.data.photos import picture
 

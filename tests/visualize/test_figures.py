@@ -33,17 +33,16 @@ from ea_vision.visualize import (
     statistics,
     strip,
 )
-from ea_vision.visualize.change import add_own_alone, draw_change
 from ea_vision.visualize.equation import equation
 from ea_vision.visualize.figure_options import _outputs
+from ea_vision.visualize.figure_request import epochs_of
 from ea_vision.visualize.figure_request import record as record_layers
 from ea_vision.visualize.heatmap import draw_heatmap
 from ea_vision.visualize.map_style import SCALES, norm_of, scaled
 from ea_vision.visualize.matrix import draw_matrix
 from ea_vision.visualize.rollout import draw_rollout
-from ea_vision.visualize.run_epochs import epochs_of
 from ea_vision.visualize.sheet import Tile
-from ea_vision.visualize.strip import draw_strip
+from ea_vision.visualize.strip import add_own_alone, draw_change, draw_strip
 from ea_vision.visualize.tiles import OWN_ALONE as ALONE_PART
 from ea_vision.visualize.tiles import map_of
 from ea_vision.zoo.loaded import as_model, load_model

@@ -17,12 +17,11 @@ from ea_vision.base.print import text_width, wrapped
 from ea_vision.recorder.quantities import LayerQuantities
 from ea_vision.recorder.recording import PARTS
 from ea_vision.visualize import MapStyle, plot_jacobian
-from ea_vision.visualize.change import draw_change
 from ea_vision.visualize.heatmap import draw_heatmap
 from ea_vision.visualize.matrix import draw_matrix
 from ea_vision.visualize.rollout import draw_rollout
 from ea_vision.visualize.statistics import draw_statistics
-from ea_vision.visualize.strip import draw_strip
+from ea_vision.visualize.strip import draw_change, draw_strip
 from ea_vision.zoo.loaded import as_model
 
 from .conftest import PHOTO, labelled, record, small, written
