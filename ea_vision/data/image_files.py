@@ -8,12 +8,11 @@ skipped (`image_names`). timm's readers, which could do most of this, read a tar
 `images` as the class of class/images/x.jpg.
 """
 
-import contextlib
 import hashlib
 import io
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,10 +32,13 @@ from ea_vision.data.image_names import (
     may_be_folder,
     said_of_hidden,
 )
-from ea_vision.data.shards import shard_labels
-from ea_vision.data.tars import list_tar, read_span
+from ea_vision.data.tars import Span, list_tar, read_span
 
 log = logging.getLogger(__name__)
+LABEL_SUFFIX = ".cls"  # of WebDataset's shards (https://github.com/webdataset/webdataset)
+# of files that img2dataset and others put beside an image, and that are not labels
+OTHER_SUFFIXES = (".json", ".txt")
+LONGEST = 200  # bytes of a label
 
 
 class Entry(NamedTuple):
@@ -76,8 +78,6 @@ class ImageFiles:
         number = {name: target for target, name in enumerate(self.classes)}
         self.targets = np.array([number[label] for label in labels], np.int64)
         check_classes(self.name, self.classes, num_classes)
-        with contextlib.suppress(BrokenImage):  # reported when it is trained on
-            self.read(0)  # logs if it seems to have 12 bits, which worker processes do not log
 
     def __len__(self) -> int:
         return len(self.names)
@@ -144,7 +144,7 @@ class ImageFiles:
             data = read_span(self._tars[index] or self.describe(index), start, size)
         except OSError as error:
             raise BrokenImage(str(error)) from error
-        image = decode_image(io.BytesIO(data), name=self.describe(index))
+        image = decode_image(io.BytesIO(data))
         return image, int(self.targets[index])
 
     def fingerprint(self) -> str:
@@ -199,7 +199,7 @@ def _entries_of_tar(path: Path, prefix: str, hidden: set[str]) -> list[Entry]:
     """Return the images of a tar, each with the label of the .cls beside it. Skipped names are added to `hidden`.
 
     Raises:
-        UsageError: a shard of WebDataset's without labels, a damaged tar.
+        UsageError: see `_shard_labels`; a damaged tar.
     """
     files = list_tar(path)
     visible = {}
@@ -208,10 +208,65 @@ def _entries_of_tar(path: Path, prefix: str, hidden: set[str]) -> list[Entry]:
             visible[name] = span
         elif is_image_name(name):
             hidden.add(prefix + hidden_part(name))
-    labels = shard_labels(path, visible)
+    labels = _shard_labels(path, visible)
     entries = []
     for name, span in visible.items():
         if is_image_name(name):
             label = labels.get(name, "")
             entries.append(Entry(prefix + name, path, span.start, span.size, label))
     return entries
+
+
+def _shard_labels(path: Path, files: Mapping[str, Span]) -> dict[str, str]:
+    """Return the labels of a tar's images by name; {} if it is not a shard of WebDataset's, in which 000012.jpg and
+    000012.cls are one sample; the .cls is a number or a name.
+
+    Args:
+        files: those of the tar, by name.
+
+    Raises:
+        UsageError: a shard without labels, an image without a label, or a label that is not text.
+    """
+    images = [name for name in files if is_image_name(name)]
+    labels = {_key(name): span for name, span in files.items() if name.endswith(LABEL_SUFFIX)}
+    if not labels:
+        _refuse_unlabelled(path, files, images)
+        return {}
+    labels_by_name = {}
+    with open(path, "rb") as file:
+        for name in images:
+            if _key(name) not in labels:
+                raise UsageError(
+                    f"{path} is a shard of WebDataset's: {LABEL_SUFFIX} is required beside each image, and "
+                    f"{ascii(name)} has none"
+                )
+            start, size = labels[_key(name)]
+            file.seek(start)
+            labels_by_name[name] = _label(path, name, file.read(min(size, LONGEST + 1)))
+    return labels_by_name
+
+
+def _key(name: str) -> str:
+    """Return the name of a sample: up to the first dot of the file's name."""
+    folder, slash, file = name.rpartition("/")
+    return folder + slash + file.partition(".")[0]
+
+
+def _label(path: Path, name: str, content: bytes) -> str:
+    text = content.decode("utf-8", errors="replace").strip()
+    if not text or len(content) > LONGEST or not text.isprintable() or "\ufffd" in text:
+        raise UsageError(
+            f"{path}: the {LABEL_SUFFIX} beside {ascii(name)} must be a number or a name, got {content!r:.60}"
+        )
+    return displayable(text)
+
+
+def _refuse_unlabelled(path: Path, files: Iterable[str], images: list[str]) -> None:
+    """Raise UsageError if the images of a tar have captions or the like beside them, but no label and no folder."""
+    flat = {_key(name) for name in images if "/" not in name}
+    for name in files:
+        if name.endswith(OTHER_SUFFIXES) and _key(name) in flat:
+            raise UsageError(
+                f"{path} is a shard of WebDataset's without labels: {LABEL_SUFFIX} is required beside "
+                f"each image, and {ascii(name)} is no label"
+            )

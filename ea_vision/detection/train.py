@@ -42,7 +42,15 @@ KIND = "detection"  # `task` in the `about` section of config.yaml
 
 
 @dataclass
-class DetectionConfig(StreamConfig):
+class DetectionConfig(
+    StreamConfig,
+    recipe="coco_aa_retinanet",
+    batch_size=8,
+    eval_batch_size=8,
+    opt="momentum",
+    lr=0.01,
+    weight_decay=1e-4,
+):
     """The options of this trainer."""
 
     model: str = option(
@@ -56,9 +64,6 @@ class DetectionConfig(StreamConfig):
         "score_thresh, ...) and of its backbone, as key=value ...",
         "model",
     )
-    recipe: str = setting(
-        "coco_aa_retinanet", "name in ea_vision/recipes, a YAML file, or none", "run"
-    )
     pretrained: bool = option(False, "begin with timm's weights of the backbone", "model")
     pretrained_path: str = setting(
         "",
@@ -66,23 +71,8 @@ class DetectionConfig(StreamConfig):
         "for the backbone",
         "model",
     )
-    output: str = setting("", "the run's own folder; empty: runs/detection-MODEL", "run")
     data_dir: str = setting(
         "", "folder with train/, val/, train.json and val.json, or COCO's own", "data"
-    )
-    batch_size: int = setting(8, "images per process and step", "length and batch", minimum=1)
-    eval_batch_size: int = option(
-        8, "images per process and evaluation step", "evaluation", minimum=1
-    )
-    opt: str = option(
-        "momentum",
-        "timm optimiser, also lookahead_NAME (sgd: with Nesterov momentum; momentum: with plain "
-        "momentum)",
-        "optimiser",
-    )
-    lr: float = option(0.01, "peak learning rate, per update", "learning rate")
-    weight_decay: float = option(
-        1e-4, "weight decay (not of norms, biases and position tables)", "optimiser"
     )
     img_size: int = option(
         640,

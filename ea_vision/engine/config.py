@@ -101,7 +101,17 @@ GONE = {
 
 @dataclass
 class TrainConfig:
-    """The options of all trainers; a trainer's subclass adds those of its data and its task."""
+    """The options of all trainers; a trainer's subclass adds those of its data and its task.
+
+    Keywords of a subclass are other defaults of inherited options: class Mine(TrainConfig, lr=0.01).
+    """
+
+    def __init_subclass__(cls, **defaults):
+        for name, default in defaults.items():
+            inherited = cls.__dataclass_fields__[name]
+            cls.__annotations__[name] = inherited.type
+            rules = vars(inherited.metadata["rules"])
+            setattr(cls, name, option(**{**rules, "default": default}))
 
     model: str = option(
         "ea_conv_transformer_cifar", "registered timm model, ours or timm's", "model"
@@ -134,7 +144,11 @@ class TrainConfig:
     )
     recipe: str = setting("fast", "name in ea_vision/recipes, a YAML file, or none", "run")
     data_dir: str = setting("", "folder of the data set; empty: the cache folder's", "data")
-    output: str = setting("", "the run's own folder; empty: runs/DATASET-MODEL", "run")
+    output: str = setting(
+        "",
+        "the run's own folder; empty: runs/DATASET-MODEL, imagenet-MODEL or detection-MODEL",
+        "run",
+    )
     resume: str = setting(
         "auto",
         "auto: continue from the newest valid checkpoint of --output, or begin; "

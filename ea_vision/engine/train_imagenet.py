@@ -46,12 +46,9 @@ EXAMPLES = """\
 
 
 @dataclass
-class ImageNetConfig(StreamConfig, ClassificationConfig):
+class ImageNetConfig(StreamConfig, ClassificationConfig, model="ea_aa_resnet50", recipe="imagenet"):
     """The options of this trainer."""
 
-    model: str = option("ea_aa_resnet50", "registered timm model, ours or timm's", "model")
-    recipe: str = setting("imagenet", "name in ea_vision/recipes, a YAML file, or none", "run")
-    output: str = setting("", "the run's own folder; empty: runs/imagenet-MODEL", "run")
     data_dir: str = setting("", "folder with train and val, folders or tars of classes", "data")
     dataset: str = option(
         "", "another data set: hfds/NAME of Hugging Face's; empty: that of data_dir", "data"

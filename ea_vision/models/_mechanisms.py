@@ -1,7 +1,7 @@
 """The mechanisms of a transformer's blocks, from keywords."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import nn
@@ -69,15 +69,10 @@ class Mechanisms:
 
     def keywords(self) -> dict[str, Any]:
         """Return the keywords with which `ea_vision.evolve` adds these mechanisms, in types that JSON has."""
-        layers = self.attn_layers
-        return {
-            "kind": self.kind,
-            "attn_layers": None if layers is None else [int(number) for number in layers],
-            "prefix": self.prefix,
-            "token_conv": self.token_conv,
-            "value_residual": self.value_residual,
-            **self.options,
-        }
+        keywords = asdict(self)
+        if self.attn_layers is not None:
+            keywords["attn_layers"] = list(map(int, self.attn_layers))
+        return {**keywords, **keywords.pop("options")}
 
     @property
     def reads_previous(self) -> bool:

@@ -14,7 +14,6 @@ import json
 import logging
 import math
 import re
-import sys
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -34,7 +33,6 @@ from ea_vision.base.files import atomic_write
 from ea_vision.ops import Size
 from ea_vision.recorder.quantities import total_variation
 from ea_vision.recorder.recording import PARTS, AttentionLayer, LayerMaps, prefix_names
-from ea_vision.recorder.selection import positive
 from ea_vision.visualize.equation import before_shares, equation
 from ea_vision.visualize.figure_options import DEMO, check_output, make_parser, models_of
 from ea_vision.visualize.figure_request import (
@@ -67,7 +65,6 @@ FILES = ("page.html", "page.css", "maps.js", "state.js", "draw.js", "panel.js", 
 STORED_PARTS = (*PARTS, OWN_ALONE)
 DESCRIBED = ("imgSize", "prefix", "mixes", "layers")  # what all entries share
 DIFFERENCE = "difference"  # half the sum of |attention - own alone| of a query, 0 to 1
-MEGABYTE = 1_000_000
 HIDDEN = 255  # the code of -inf
 MOST_OBJECTS = 9  # of a detector, shown per image
 LEAST_SCORE = 0.3
@@ -501,13 +498,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         suffixes=(".html", ".htm"),
     )
     parser.add_argument(
-        "--max-mb",
-        type=positive,
-        default=10,
-        help="megabytes above which a warning says how to make the page smaller (default: "
-        "%(default)s)",
-    )
-    parser.add_argument(
         "--through",
         default="models",
         choices=("models", "checkpoints"),
@@ -531,13 +521,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         models = [replace(models[0], label=run)]
     explorer = make_explorer(models, pictures[0], options.layers, options.heads)
     page = _page_of(explorer, jobs, epochs).encode()
-    size = len(page) / MEGABYTE
-    if size > options.max_mb:
-        print(
-            f"warning: the page has {size:.1f} MB, more than --max-mb {options.max_mb}; fewer --layers, --heads or "
-            "images make it smaller",
-            file=sys.stderr,
-        )
     atomic_write(output, page)
-    print(f"written: {output} ({size:.1f} MB)")
+    size = len(page) / 1e6
+    print(f"written: {output} ({size:.1f} MB; fewer --layers, --heads or images make it smaller)")
     return 0

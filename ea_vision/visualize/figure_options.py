@@ -219,15 +219,14 @@ def run_figure(
     images = find_images(options.images)
     output = check_output(Path(options.output), options.suffixes)
     models = models_of(options)
-    drawn = images[: getattr(options, "limit", None)]
     in_one = together == "always" or (together and len(models) == 1 and len(images) > 1)
-    jobs = [drawn] if in_one else drawn
+    jobs = [images] if in_one else images
     outputs = [*_outputs(output, jobs), *others]
     check_keeps_images(outputs, images)
     keywords = {name: getattr(options, name) for name in SHARED if name in options}
     # refuses layers and queries before any work
     FigureRequest(models, options.layers, None, keywords.get("queries")).points()
-    for path in drawn:  # a broken image ends the command before the first picture
+    for path in images:  # a broken image ends the command before the first picture
         read_image(path)
     progress = tqdm(jobs, unit="image", disable=len(jobs) == 1 or None)
     for job, path in zip(progress, outputs, strict=False):

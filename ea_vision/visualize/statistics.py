@@ -20,7 +20,6 @@ from ea_vision.base.files import atomic_write
 from ea_vision.base.print import legend_below, new_figure, points, print_style, small_ticks, wrapped
 from ea_vision.models.modes import evaluating
 from ea_vision.recorder.quantities import LayerQuantities, measure, quantities_csv
-from ea_vision.recorder.selection import positive
 from ea_vision.visualize.figure_options import check_output, make_parser, run_figure
 from ea_vision.visualize.figure_request import (
     AnyImage,
@@ -35,7 +34,7 @@ from ea_vision.zoo.loaded import LoadedModel
 
 EXAMPLES = """\
   ea-vision statistics --model aa_resnet34,pa_aa_resnet34,ea_aa_resnet34 -o statistics.png images/
-  ea-vision statistics --model runs/aa,runs/ea --limit 200 --csv numbers.csv --width 3.3 -o numbers.pdf images/
+  ea-vision statistics --model runs/aa,runs/ea --csv numbers.csv --width 3.3 -o numbers.pdf images/
 """
 MARKERS = "osD^vP*"
 
@@ -222,11 +221,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--csv", metavar="FILE", help="write the numbers too, one row per model, layer and head"
     )
-    parser.add_argument("--limit", type=positive, metavar="N", help="the first N images only")
-    parser.add_argument(
-        "--batch-size", type=positive, default=16, help="images at a time (default: %(default)s)"
-    )
     options = parser.parse_args(argv)
     others = [check_output(Path(options.csv), (".csv",), "--csv")] if options.csv else []
-    plot = partial(plot_statistics, csv=(others or [None])[0], batch_size=options.batch_size)
+    plot = partial(plot_statistics, csv=(others or [None])[0])
     return run_figure(options, plot, together="always", others=others)

@@ -74,15 +74,10 @@ def read_image(source: ImageSource) -> Image.Image:
         _check_is_file(source)
     elif isinstance(source, np.ndarray):
         source = _from_array(source)
-    elif isinstance(source, Tensor):
-        raise UsageError(
-            "an image must be a path, a PIL image or an array (H, W, 3) here, got a tensor: plot_heatmap "
-            "and the other figures take tensors"
-        )
     elif not isinstance(source, Image.Image):
         raise UsageError(
-            "an image must be a path, a PIL image, an array (H, W, 3) or a tensor (3, H, W), got "
-            f"{type(source).__name__}"
+            "an image must be a path, a PIL image, an array (H, W, 3) or, in figures, a tensor (3, H, W), "
+            f"got {type(source).__name__}"
         )
     if isinstance(source, Image.Image):
         if not source.width or not source.height:

@@ -312,29 +312,6 @@ def test_transparency_is_dropped_as_in_timm(tmp_path, image, left, right):
         assert (shown[:, 4:] == right).all()
 
 
-def test_twelve_bits_in_a_file_of_sixteen_are_said(tmp_path, caplog):
-    """The trainers warn once, for the first image; predict warns once per image."""
-    for bits, lines in ((12, 1), (16, 0), (8, 0)):
-        folder = tmp_path / str(bits) / "class"
-        folder.mkdir(parents=True)
-        values = np.linspace(0, 2**bits - 1, 100).astype(np.uint16)
-        Image.fromarray(values[:, None]).save(folder / "x.png")
-        ImageFiles(folder.parent).read(0)
-        decode_image(folder / "x.png")
-        assert (
-            caplog.text.count("if it was taken with 12 bits, it will look much too dark") == lines
-        )
-        assert not lines or f"image {folder / 'x.png'} has 16 bits per channel" in caplog.text
-        if bits == 8:
-            message = (
-                f"image {folder / 'x.png'} has 16 bits per channel and no value above 255: if its"
-            )
-            assert caplog.text.count(message) == 1
-        caplog.clear()
-    to_rgb(Image.new("I;16", (4, 4)))
-    assert not caplog.text, "a black image is no mistake"
-
-
 # ---- damaged bytes: one error, or what was there ---------------------------------------------------------------------
 
 PHOTO = picture(0, (40, 30))

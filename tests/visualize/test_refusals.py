@@ -84,7 +84,7 @@ def test_refused_at_once_in_one_line(command, message, run, photo, monkeypatch, 
     [
         *product(["heatmap {photo}", "strip {photo}", "statistics {photo}"], ["photo", "link"]),
         ("strip {photo} {clash} -o {maps}", "clash"),  # named as the second picture is
-        ("statistics {photo} {clash} --limit 1", "clash"),
+        ("statistics {photo} {clash}", "clash"),
     ],
 )
 def test_a_picture_does_not_replace_an_image(command, replaced, run, photo, capsys):
