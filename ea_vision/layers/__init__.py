@@ -15,7 +15,7 @@ from ea_vision.layers.evolution import (
 )
 from ea_vision.layers.fusion import check_fusion
 from ea_vision.layers.positions import POSITIONS, add_sine, append_coordinates, check_position
-from ea_vision.layers.spatial_transformer import SpatialTransformer, quadrilateral, sample_affine
+from ea_vision.layers.spatial_transformer import SpatialTransformer, sample_affine
 from ea_vision.layers.token_attention import MapsAttention, attention_layers
 from ea_vision.ops.reference import relative_logits
 from ea_vision.ops.rel_pos import fit_rel_table

@@ -60,6 +60,7 @@ class Evolution(nn.Module):
         gate_names: names of its gates (alpha, beta, ...): numbers, or parameters if learnable.
         part_names: names of further maps that `parts` returns. The default `parts` returns "softmax", the probabilities
             before `mix_attn`, if it is named.
+        convolved_parts: names of the recorded parts that its convolution mixes, with the gates alpha and beta.
     """
 
     reads_previous = True
@@ -69,6 +70,7 @@ class Evolution(nn.Module):
     identity_start: Mapping[str, Any] = MappingProxyType({})
     gate_names: tuple[str, ...] = ()
     part_names: tuple[str, ...] = ()
+    convolved_parts: tuple[str, ...] = ()
 
     def forward(self, logits: Tensor, prev_logits: Tensor) -> Tensor:
         """Return the evolved logits from the layer's own and the previous layer's, (B, K, N, N) each."""
@@ -97,10 +99,6 @@ class Evolution(nn.Module):
     def parts(self, logits: Tensor, prev_logits: Tensor, evolved: Tensor) -> dict[str, Tensor]:
         """Return the maps of `part_names`, (B, K, N, N) each, from the arguments and the result of `forward`."""
         return {"softmax": evolved.softmax(-1)} if "softmax" in self.part_names else {}
-
-    def before_shares(self) -> dict[str, float]:
-        """Return the weights of the recorded parts in the convolution's input; {} without a convolution."""
-        return {}
 
     def gates(self) -> dict[str, float | Tensor]:
         """Return the gates by name, without those that are None."""
@@ -451,13 +449,6 @@ class _ConvolvedEvolution(Evolution):
             before = before.masked_fill(~allowed, 0.0)
         return {"conv_logits": self.convolve(before, allowed)}
 
-    def before_shares(self) -> dict[str, float]:
-        if self.predict:
-            return {"prev_logits": 1.0}
-        with torch.no_grad():
-            alpha = float(torch.as_tensor(self.alpha).mean())
-        return {"prev_logits": alpha, "self_logits": 1.0 - alpha}
-
 
 @register_evolution("ea")
 class EvolvingAttention(_ConvolvedEvolution):
@@ -490,6 +481,7 @@ class EvolvingAttention(_ConvolvedEvolution):
 
     identity_start = {"alpha": 0.0, "beta": 0.0, "learnable": True}
     gate_names = ("alpha", "beta")
+    convolved_parts = ("prev_logits", "self_logits")
 
     def __init__(
         self,
@@ -535,6 +527,7 @@ class PredictiveAttention(_ConvolvedEvolution):
 
     identity_start = {"alpha": 0.0, "learnable": True}
     gate_names = ("alpha",)
+    convolved_parts = ("prev_logits",)
     predict = True
     beta = 1.0
 

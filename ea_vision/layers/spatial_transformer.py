@@ -32,19 +32,6 @@ def sample_affine(x: Tensor, theta: Tensor, out_size: Size) -> Tensor:
     return F.grid_sample(x, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
 
 
-def quadrilateral(theta: Tensor, in_size: Size) -> Tensor:
-    """Return the corners of the sampled area: theta (B, 2, 3) -> (B, 4, 2).
-
-    The corners are those of the output: left upper, right upper, right lower, left lower. Each is (x, y) in pixels of
-    an input of (H, W) whose left upper corner is (0, 0).
-    """
-    H, W = in_size
-    corners = theta.new_tensor([[-1, -1, 1], [1, -1, 1], [1, 1, 1], [-1, 1, 1]])
-    sampled = corners @ theta.transpose(1, 2)
-    in_parts = (sampled + 1) / 2  # from 0 to 1 over the input
-    return in_parts * theta.new_tensor([W, H])
-
-
 @keep_whole  # the grid needs sizes at run time, so FX keeps the layer whole
 class SpatialTransformer(nn.Module):
     """Sample the input where a localisation network says. At the start the output is the input.

@@ -14,7 +14,6 @@ plot_rollout     attention over several layers together (`ea-vision rollout`)
 plot_statistics  entropy, distance, correlation with the previous layer's map and share of position alone, by layer and
                  head (`ea-vision statistics`)
 plot_jacobian    how much each pixel moves the logit of a class, beside the attention that each pixel receives
-plot_sampling    the area that a spatial transformer samples, and its output
 show_page        the page of `ea-vision explore`, inside a notebook
 
 `ea_vision.visualize.figure_request` explains the arguments. To draw several figures from one forward, call `record`
@@ -35,7 +34,6 @@ __getattr__, __dir__ = import_later(
         "plot_jacobian": "ea_vision.visualize.implicit:plot_jacobian",
         "plot_matrix": "ea_vision.visualize.matrix:plot_matrix",
         "plot_rollout": "ea_vision.visualize.rollout:plot_rollout",
-        "plot_sampling": "ea_vision.visualize.implicit:plot_sampling",
         "plot_statistics": "ea_vision.visualize.statistics:plot_statistics",
         "plot_strip": "ea_vision.visualize.strip:plot_strip",
         "record": "ea_vision.visualize.figure_request:record",

@@ -33,7 +33,6 @@ from ea_vision.base.files import atomic_write
 from ea_vision.ops import Size
 from ea_vision.recorder.quantities import total_variation
 from ea_vision.recorder.recording import PARTS, AttentionLayer, LayerMaps, prefix_names
-from ea_vision.visualize.equation import before_shares, equation
 from ea_vision.visualize.figure_options import DEMO, check_output, make_parser, models_of
 from ea_vision.visualize.figure_request import (
     FigureRequest,
@@ -46,7 +45,7 @@ from ea_vision.visualize.figure_request import (
 )
 from ea_vision.visualize.map_style import CHANGE_MAP, SIGNED_MAP, MapStyle, norm_of
 from ea_vision.visualize.rollout import evidence_of
-from ea_vision.visualize.strip import add_own_alone
+from ea_vision.visualize.strip import add_own_alone, convolved_parts, equation
 from ea_vision.visualize.tiles import MEAN, OWN_ALONE, Recording, in_fog
 from ea_vision.zoo.inputs import ImageSource, find_images, names_of, read_image
 from ea_vision.zoo.loaded import LoadedModel
@@ -63,7 +62,7 @@ SOURCE = Path(__file__).with_name("page_source")
 # each module stands after those that it imports
 FILES = ("page.html", "page.css", "maps.js", "state.js", "draw.js", "panel.js", "main.js")
 STORED_PARTS = (*PARTS, OWN_ALONE)
-DESCRIBED = ("imgSize", "prefix", "mixes", "layers")  # what all entries share
+DESCRIBED = ("imgSize", "prefix", "mixes", "layers")  # of a model, the same in all entries
 DIFFERENCE = "difference"  # half the sum of |attention - own alone| of a query, 0 to 1
 HIDDEN = 255  # the code of -inf
 MOST_OBJECTS = 9  # of a detector, shown per image
@@ -196,14 +195,6 @@ class Explorer:
     layers: Sequence[Sequence[AttentionLayer]]
     heads: Sequence[int] = ()
 
-    def describe(self, entry: dict) -> list[dict]:
-        """Return one description per model: label, image size (from `entry`, a result of `view`), prefix tokens, kind
-        of evolution and layers."""
-        described = []
-        for model, view in zip(self.models, entry["models"], strict=True):
-            described.append({"label": model.label, **{name: view[name] for name in DESCRIBED}})
-        return described
-
     def view(
         self, name: str, image: Image.Image, models: Sequence[LoadedModel] | None = None
     ) -> dict:
@@ -320,8 +311,8 @@ def _keys_of(layer: LayerMaps) -> list[int]:
 def _mixes_own(model: nn.Module, layers: Sequence[AttentionLayer]) -> bool:
     """Return whether the convolution's input includes the layer's own logits (EA), or only the previous ones (PA). True
     if no layer convolves."""
-    shares = [before_shares(model, layer.name) for layer in layers]
-    return any("self_logits" in share for share in shares) or not any(shares)
+    parts = set().union(*(convolved_parts(model, layer) for layer in layers))
+    return "self_logits" in parts or not parts
 
 
 def _add_evidence(predictions: Sequence[dict], seen: Recording) -> None:
@@ -384,8 +375,11 @@ def build_page(explorer: Explorer, entries: Sequence[dict], epochs: bool = False
         epochs: whether the entries show one image at several epochs of a run.
     """
     title = "Attention of " + ", ".join(model.label for model in explorer.models)
+    models = []
+    for model, view in zip(explorer.models, entries[0]["models"], strict=True):
+        models.append({"label": model.label, **{name: view[name] for name in DESCRIBED}})
     about = {
-        "models": explorer.describe(entries[0]),
+        "models": models,
         "colours": table_of("viridis"),
         "signed": table_of(SIGNED_MAP),
         "changes": table_of(CHANGE_MAP),

@@ -1,5 +1,4 @@
-"""Attention of networks with or without maps: how much each pixel of the input moves the logit of a class, and where a
-spatial transformer looks.
+"""Attention of networks with or without maps: how much each pixel of the input moves the logit of a class.
 
 The Jacobian of the outputs shows what a network attends to; attention maps, if it has them, need not agree with it.
 """
@@ -8,15 +7,12 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torchvision.transforms.v2.functional import crop
 
 from ea_vision.base.errors import UsageError
-from ea_vision.layers import SpatialTransformer, quadrilateral, sample_affine
 from ea_vision.models.modes import evaluating
 from ea_vision.recorder.class_evidence import class_logits
 from ea_vision.recorder.recording import recordable_layers
@@ -25,15 +21,14 @@ from ea_vision.visualize.figure_request import (
     AnyImage,
     Layers,
     Model,
-    as_images,
     record,
     spread,
     text_of,
     title_of,
 )
 from ea_vision.visualize.map_style import map_sheet, style_of
-from ea_vision.visualize.sheet import Block, Row, Tile, sheet
-from ea_vision.visualize.tiles import QUERY_COLORS, WHITE_RIM, Recording, map_of, photo_of, tile_of
+from ea_vision.visualize.sheet import Block, Row
+from ea_vision.visualize.tiles import Recording, map_of, photo_of, tile_of
 from ea_vision.zoo.inputs import as_image
 from ea_vision.zoo.loaded import LoadedModel, as_model, check_classifies
 
@@ -124,69 +119,3 @@ def _with_maps_if_any(model: LoadedModel, image: AnyImage) -> Recording:
         recording = record(model, image, [])  # raises if the image is the cause
         log.warning("the Jacobian is drawn without attention maps: %s", error)
         return recording
-
-
-def plot_sampling(
-    model: Model, images: AnyImage | Sequence[AnyImage], *, width: float | None = None
-) -> Figure:
-    """Draw one column per image: above, the input with the quadrilateral that the model's first spatial transformer
-    samples (upper left corner marked); below, the sampled image. That transformer must read the model's input.
-
-    Args:
-        model, images, width: see `ea_vision.visualize.figure_request`.
-
-    Raises:
-        UsageError: no image, or a model without a `SpatialTransformer` that reads it.
-    """
-    loaded = as_model(model)
-    images = as_images(images)
-    transformers = [m for m in loaded.model.modules() if isinstance(m, SpatialTransformer)]
-    if not transformers:
-        raise UsageError(
-            f"plot_sampling needs a model with a SpatialTransformer, got {loaded.label} with 0 of them"
-        )
-    transformer = transformers[0]
-    channels = transformer.localise[0].in_channels
-    if channels != 3:
-        raise UsageError(
-            "plot_sampling needs a first SpatialTransformer that reads the image (3 channels), got one that "
-            f"reads {channels}"
-        )
-    above = []
-    below = []
-    for number, image in enumerate(images, start=1):
-        x = loaded.input_of(as_image(image))
-        shown = loaded.shown(x)
-        size = tuple(x.shape[1:])
-        with evaluating(loaded.model), torch.no_grad():
-            theta = transformer.theta(loaded.batch_of([x]))
-            image_there = shown[None].to(theta.device)
-            [seen] = sample_affine(image_there, theta, transformer.out_size or size)
-        [corners] = quadrilateral(theta.float(), size)
-        above.append(_tile(shown, f"input {number}", corners.cpu().numpy()))
-        below.append(_tile(seen.clamp(0, 1), f"sampled {number}"))
-    return sheet(
-        title_of(loaded),
-        [Block([Row(above), Row(below)])],
-        width=width,
-        note="the area that the first spatial transformer samples of each input, upper left corner marked",
-    )
-
-
-def _tile(image: Tensor, title: str, corners: np.ndarray | None = None) -> Tile:
-    """Return a tile of an image (3, H, W), with the quadrilateral of `corners` (4, 2), x and y, if given."""
-    H, W = image.shape[1:]
-    pixels = image.permute(1, 2, 0).cpu().numpy()
-
-    def paint(axes: Axes, _) -> None:
-        axes.imshow(pixels, extent=(0, W, H, 0))
-        if corners is None:
-            return
-        look = {"color": QUERY_COLORS[0], "clip_on": False, "path_effects": [WHITE_RIM]}
-        x, y = corners[[0, 1, 2, 3, 0]].T
-        axes.plot(x, y, linewidth=1.2, **look)
-        axes.plot(x[0], y[0], "o", markersize=4, **look)
-        axes.set_xlim(min(*x, 0), max(*x, W))
-        axes.set_ylim(max(*y, H), min(*y, 0))
-
-    return Tile(paint, title, aspect=H / W)

@@ -15,13 +15,12 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
-from torch import nn
+from torch import Tensor, nn
 
 from ea_vision.base.errors import UsageError
 from ea_vision.models.modes import evaluating
 from ea_vision.recorder.quantities import own_alone
-from ea_vision.recorder.recording import PARTS, LayerMaps
-from ea_vision.visualize.equation import before_shares, equation
+from ea_vision.recorder.recording import PARTS, AttentionLayer, LayerMaps
 from ea_vision.visualize.figure_options import make_parser, run_figure
 from ea_vision.visualize.figure_request import (
     MIDDLE,
@@ -166,7 +165,7 @@ def columns_of(model: nn.Module, maps: Sequence[LayerMaps]) -> dict[str, str]:
         return {"attn": "attention"}
     self_column = {"self_logits": "+ own\nlogits"}
     names = {"prev_logits": "prev.\nlogits"}
-    if any("self_logits" in before_shares(model, layer.name) for layer in evolved):
+    if any("self_logits" in convolved_parts(model, layer) for layer in evolved):
         names |= self_column | {"conv_logits": f"{ARROW} conv.\nof both"}
     else:
         names |= {"conv_logits": f"{ARROW} conv.\nof prev."} | self_column
@@ -180,6 +179,46 @@ def columns_of(model: nn.Module, maps: Sequence[LayerMaps]) -> dict[str, str]:
 
 def _logits_are_convolved(layer: LayerMaps) -> bool:
     return layer.conv_logits is not None and torch.equal(layer.conv_logits, layer.logits)
+
+
+def convolved_parts(model: nn.Module, layer: AttentionLayer | LayerMaps) -> tuple[str, ...]:
+    """Return the recorded parts that a layer's convolution mixes; () if it convolves no maps."""
+    evolution = getattr(model.get_submodule(layer.name), "evolution", None)
+    return () if evolution is None else evolution.convolved_parts
+
+
+def _sum(*terms: tuple[float, str]) -> str:
+    """Write a weighted sum, without terms of weight 0; a weight of 1 is not written."""
+    written = []
+    for weight, term in terms:
+        if weight == 1:
+            written.append(term)
+        elif weight != 0:
+            factor = f"({term})" if " + " in term and not term.startswith("relu") else term
+            written.append(f"{weight:.2g} {factor}")
+    return " + ".join(written) or "0"
+
+
+def equation(model: nn.Module, layers: Sequence[AttentionLayer | LayerMaps]) -> str:
+    """Write the equation of the first layer that convolves previous maps, with its gates (learnable ones: their mean);
+    "" if there is no such layer."""
+    convolving = [layer for layer in layers if convolved_parts(model, layer)]
+    if not convolving:
+        return ""
+    first = convolving[0]
+    evolution = model.get_submodule(first.name).evolution
+    gates = (evolution.alpha, evolution.beta)
+    alpha, beta = (torch.as_tensor(gate).detach().float().mean().item() for gate in gates)
+    mixed = "previous"
+    rest = (1 - alpha, "own")
+    if "self_logits" in evolution.convolved_parts:
+        mixed = _sum((alpha, mixed), rest)
+        alpha = beta
+        rest = (1 - beta, mixed)
+    logits = _sum((alpha, f"relu(conv({mixed}))"), rest)
+    learned = any(isinstance(gate, Tensor) for gate in gates)
+    whose = f"layer {first.number}" if learned else "a layer"
+    return f"{whose}: logits = {logits}, attention = softmax(logits)"
 
 
 def draw_strip(

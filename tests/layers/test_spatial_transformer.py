@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from ea_vision.layers import SpatialTransformer, quadrilateral, sample_affine
+from ea_vision.layers import SpatialTransformer, sample_affine
 from tests.layers.oracle import doubles
 from tests.refused import refused
 
@@ -31,13 +31,6 @@ def test_it_samples_where_theta_points():
     ):
         sampled = sample_affine(image, theta(*rows), expected.shape[2:])
         assert_close(sampled, expected, atol=1e-9, rtol=1e-9)
-
-
-def test_the_quadrilateral_is_what_is_sampled():
-    whole = theta([0, 0], [8, 0], [8, 6], [0, 6])
-    part = theta([3, 1], [7, 1], [7, 3], [3, 3])
-    assert_close(quadrilateral(theta(*STAYS), (6, 8)), whole)
-    assert_close(quadrilateral(theta(*CROPS), (6, 8)), part)
 
 
 def test_layer_begins_as_the_identity_and_learns_where_to_look():

@@ -33,7 +33,6 @@ from ea_vision.visualize import (
     statistics,
     strip,
 )
-from ea_vision.visualize.equation import equation
 from ea_vision.visualize.figure_options import _outputs
 from ea_vision.visualize.figure_request import epochs_of
 from ea_vision.visualize.figure_request import record as record_layers
@@ -42,7 +41,7 @@ from ea_vision.visualize.map_style import SCALES, norm_of, scaled
 from ea_vision.visualize.matrix import draw_matrix
 from ea_vision.visualize.rollout import draw_rollout
 from ea_vision.visualize.sheet import Tile
-from ea_vision.visualize.strip import add_own_alone, draw_change, draw_strip
+from ea_vision.visualize.strip import add_own_alone, draw_change, draw_strip, equation
 from ea_vision.visualize.tiles import OWN_ALONE as ALONE_PART
 from ea_vision.visualize.tiles import map_of
 from ea_vision.zoo.loaded import as_model, load_model
