@@ -71,6 +71,7 @@ class DetectionConfig(
         "for the backbone",
         "model",
     )
+    output: str = setting("", "the run's own folder; empty: runs/detection-MODEL", "run")
     data_dir: str = setting(
         "", "folder with train/, val/, train.json and val.json, or COCO's own", "data"
     )

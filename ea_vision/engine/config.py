@@ -144,11 +144,7 @@ class TrainConfig:
     )
     recipe: str = setting("fast", "name in ea_vision/recipes, a YAML file, or none", "run")
     data_dir: str = setting("", "folder of the data set; empty: the cache folder's", "data")
-    output: str = setting(
-        "",
-        "the run's own folder; empty: runs/DATASET-MODEL, imagenet-MODEL or detection-MODEL",
-        "run",
-    )
+    output: str = setting("", "the run's own folder; empty: runs/DATASET-MODEL", "run")
     resume: str = setting(
         "auto",
         "auto: continue from the newest valid checkpoint of --output, or begin; "
