@@ -21,8 +21,8 @@ from ea_vision.base.errors import CommandParser, RunError, UsageError
 from ea_vision.base.files import check_output
 from ea_vision.deployment.deploy import LARGEST
 from ea_vision.deployment.files import (
+    EXPORTED,
     OPSET,
-    SUFFIXES,
     About,
     ExportedNetwork,
     check_packages,
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=Path,
         required=True,
         metavar="FILE",
-        help=f"file to write, {' or '.join(SUFFIXES)}",
+        help=f"file to write, {' or '.join(EXPORTED)}",
     )
     parser.add_argument(
         "--check",

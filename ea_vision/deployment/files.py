@@ -24,9 +24,11 @@ from ea_vision.base.errors import UsageError, as_usage_error
 from ea_vision.base.files import atomic_write
 from ea_vision.deployment.deploy import deploy, example_images
 from ea_vision.ops import Size
+from ea_vision.zoo.create import Kind, register_kind
+from ea_vision.zoo.loaded import LoadedModel
 from ea_vision.zoo.preparation import Preparation
+from ea_vision.zoo.source import EXPORTED, Source
 
-SUFFIXES = (".onnx", ".pt2")
 OPSET = 20
 _SEAL = b"\x72\x4a\x0a\x06sha256\x12\x40"  # protobuf: an entry of metadata_props, its key, and 64 letters that follow
 
@@ -42,8 +44,8 @@ class About(Preparation):
 
 def check_packages(path: Path, *names: str) -> None:
     """Raise UsageError if `path` has an unknown suffix, or packages for it are missing."""
-    if path.suffix.lower() not in SUFFIXES:
-        raise UsageError(f"the file must end in {' or '.join(SUFFIXES)}, got {path}")
+    if path.suffix.lower() not in EXPORTED:
+        raise UsageError(f"the file must end in {' or '.join(EXPORTED)}, got {path}")
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if path.suffix.lower() == ".onnx" and missing:
         raise UsageError(
@@ -203,3 +205,21 @@ class ExportedNetwork(nn.Module):
                 f"{tuple(images.shape)}"
             )
         return self.run(images.cpu())
+
+
+# ---- at the door -----------------------------------------------------------------------------------------------------
+
+
+def _open(name: str, *, pretrained: bool) -> ExportedNetwork:
+    if not pretrained:
+        raise UsageError(f"random weights are of models and runs, got the exported file {name}")
+    return ExportedNetwork(Path(name))
+
+
+def _prepared(network: ExportedNetwork, source: Source, trained: bool) -> LoadedModel:
+    about = network.about
+    return LoadedModel(network, about.name, about, classes=about.classes)
+
+
+for suffix in EXPORTED:
+    register_kind(suffix, Kind(_open, _prepared, fixed_size=True))

@@ -17,6 +17,6 @@ evaluate        top-1, top-5, confusion; every image exactly once
 checkpoint      files with all that resuming needs, verified when they are read
 run_folder      the files of a run
 step_log        progress within an epoch: speed.csv, the log, TensorBoard, Weights & Biases
-watch           attention maps after each epoch: entropy and largest probability by layer
+watch           attention maps during a run: entropy and largest probability by layer, and pictures
 pictures        the confusion of an evaluation
 """

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from ea_vision.base.errors import UsageError, as_usage_error
 from ea_vision.engine.config import TrainConfig, option, setting
 from ea_vision.engine.data_module import DataModule
-from ea_vision.engine.draw_maps import MapsPictures, check_has_maps
 from ea_vision.engine.evaluate import VIEWS, autocast, evaluate
 from ea_vision.engine.train import Trainer
+from ea_vision.engine.watch import MapsPictures, check_has_maps
 from ea_vision.zoo.create import load_network
 from ea_vision.zoo.preparation import image_statistics
 from ea_vision.zoo.source import source_of

@@ -106,7 +106,15 @@ def checkpoint_to_resume(
             f"{folder} must be on a disk that all processes share: they find checkpoints after "
             f"updates {', '.join(map(str, updates))}"
         )
-    return _named_checkpoint(Path(config.resume)) if named and newest is None else newest
+    if not named or newest is not None:
+        return newest
+    path = Path(config.resume)
+    if not path.is_dir():
+        return path, checkpoint.read_run_state(path)
+    newest = checkpoint.newest_checkpoint(path)
+    if newest is None:
+        raise UsageError(f"--resume {path}: no valid checkpoint in this folder")
+    return newest
 
 
 def _same_command(config: TrainConfig, world: World, state: dict) -> bool:
@@ -114,20 +122,6 @@ def _same_command(config: TrainConfig, world: World, state: dict) -> bool:
     saved = state["config"]
     same = config.resume == saved.get("resume") and config.epochs == saved["epochs"]
     return same and not config.differences(saved, world.size, state["world_size"])
-
-
-def _named_checkpoint(path: Path) -> tuple[Path, dict]:
-    """Return the path and state of a checkpoint, or of a run folder's.
-
-    Raises:
-        UsageError: it cannot be read.
-    """
-    if not path.is_dir():
-        return path, checkpoint.read_run_state(path)
-    newest = checkpoint.newest_checkpoint(path)
-    if newest is None:
-        raise UsageError(f"--resume {path}: no valid checkpoint in this folder")
-    return newest
 
 
 def choose_best_anew(trainer: Trainer, path: Path) -> None:

@@ -32,12 +32,11 @@ from ea_vision.base.processes import WorkerLost, mean_in_order, workers_watched
 from ea_vision.base.units import duration
 from ea_vision.engine import checkpoint, run_folder
 from ea_vision.engine.data_module import DataModule
-from ea_vision.engine.draw_maps import MapsPictures
 from ea_vision.engine.evaluate import NonFiniteLoss, percents
 from ea_vision.engine.optimizer import build_optimizer, build_schedule, load_optimizer
 from ea_vision.engine.signals import StopRequest
 from ea_vision.engine.step_log import memory_mib, rounded
-from ea_vision.engine.watch import MapsWatch
+from ea_vision.engine.watch import MapsPictures, MapsWatch
 from ea_vision.layers import learnable_gates
 from ea_vision.models.modes import lay_out
 from ea_vision.zoo.weights_file import load_state, non_finite

@@ -1,15 +1,26 @@
-"""Attention maps of a few images after each epoch: entropy and largest probability by layer, columns of metrics.csv.
-The recorder is imported by name: runs without it do not load it."""
+"""Attention maps of a few images during a run: entropy and largest probability by layer after each epoch, columns of
+metrics.csv; and pictures of them, every few epochs (--draw-maps).
+
+Recorder and figures are imported by name, when they are used: runs without them do not load them."""
 
 import importlib
 import logging
 import math
+from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from ea_vision.base.devices import random_state_kept
+from ea_vision.base.errors import RunError, UsageError
+from ea_vision.base.figures import figure_bytes
+from ea_vision.base.files import atomic_write, create
+from ea_vision.base.processes import worker_lost
 
 PIXELS = 2**15
 COLLAPSED = 0.05  # mean entropy of a layer's rows over that of uniform attention
+FOLDER = "maps"  # of pictures, in the run folder
+IMAGES = 4  # of a picture
 log = logging.getLogger(__name__)
 
 
@@ -24,7 +35,7 @@ class MapsWatch:
         self.warned: set[str] = set()
 
     @torch.no_grad()
-    def __call__(self, network: nn.Module, images: torch.Tensor) -> dict[str, float]:
+    def __call__(self, network: nn.Module, images: Tensor) -> dict[str, float]:
         """Return entropy_N and largest_N of each layer N: the mean entropy of its maps' rows divided by that of uniform
         attention (nan for maps with negative entries or of one key), and their mean largest probability; {} if the
         network has no attention that can be recorded. The network is left in eval mode.
@@ -61,3 +72,61 @@ class MapsWatch:
         if kind not in self.warned:
             log.warning(message)
         self.warned.add(kind)
+
+
+def check_has_maps(model: nn.Module, name: str) -> None:
+    """Raise UsageError for --draw-maps of a network without attention that can be recorded."""
+    recorder = importlib.import_module("ea_vision.recorder.recording")
+    if not recorder.recordable_layers(model):
+        raise UsageError(f"--draw-maps needs a network with attention maps, {name} has none")
+
+
+class MapsPictures:
+    """Draws what IMAGES images to evaluate on, evenly spaced among them, attend to: the mean over heads and queries, by
+    layer.
+
+    Args:
+        loader: of the images to evaluate on.
+        folder: the run folder.
+        every: epochs between pictures.
+    """
+
+    def __init__(self, loader, folder: Path, every: int):
+        self.loader = loader
+        self.every = every
+        self.folder = folder / FOLDER
+        self._pixels: list[Tensor] = []
+
+    def draw(self, network: nn.Module, name: str, epoch: int) -> Path | None:
+        """Write maps/epoch_NNNN.png; return its path, or None, with a warning, if the maps cannot be drawn. The random
+        state does not change; the network is left in eval mode."""
+        path = self.folder / f"epoch_{epoch:04d}.png"
+        plots = importlib.import_module("ea_vision.visualize")
+        try:
+            with random_state_kept(self.loader.device):
+                figure = plots.plot_heatmap(
+                    {f"{name}, epoch {epoch}": network.eval()},
+                    self.pixels(),
+                    heads="mean",
+                    mean=self.loader.mean.tolist(),
+                    std=self.loader.std.tolist(),
+                )
+            create(self.folder)
+            atomic_write(path, figure_bytes(figure))
+        except (ValueError, RuntimeError) as error:  # such as maps without tokens over the image
+            if isinstance(error, RunError) or worker_lost(error):  # the images cannot be read
+                raise
+            log.warning("the attention maps of epoch %d are not drawn: %s", epoch, error)
+            return None
+        return path
+
+    def pixels(self) -> list[Tensor]:
+        """Return the images, (3, H, W) in 0..1, on the CPU. They are read once."""
+        if not self._pixels:
+            count = self.loader.count
+            places = [number * count // IMAGES for number in range(min(IMAGES, count))]
+            normalised = self.loader.images_of(places)
+            mean = self.loader.mean[:, None, None]
+            std = self.loader.std[:, None, None]
+            self._pixels = list(torch.clamp(normalised * std + mean, 0, 1).cpu())
+        return self._pixels

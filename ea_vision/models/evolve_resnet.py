@@ -136,7 +136,10 @@ def evolve_resnet(
     evolving.__class__ = NETWORKS[_base_of(model)]
     for block in _blocks_of(evolving).values():
         block.__class__ = BLOCKS[type(block)]
-    evolving.img_size = to_size(_input_size(model) if img_size is None else img_size)
+    if img_size is None:
+        config = getattr(model, "pretrained_cfg", None)
+        img_size = tuple(config["input_size"][1:]) if config else 224
+    evolving.img_size = to_size(img_size)
     if isinstance(evolving, AttnTorchvisionResNet):
         evolving.feature_info = _feature_info(evolving)
     weight = next(evolving.parameters())
@@ -247,12 +250,6 @@ def _blocks_of(model: nn.Module) -> dict[str, nn.Module]:
         for index, block in enumerate(getattr(model, f"layer{stage}")):
             blocks[f"layer{stage}.{index}"] = block
     return blocks
-
-
-def _input_size(model: nn.Module) -> Size:
-    """Return the input's (height, width) in pixels from a network's configuration, or 224x224 without one."""
-    config = getattr(model, "pretrained_cfg", None)
-    return tuple(config["input_size"][1:]) if config else (224, 224)
 
 
 def _feature_info(model: nn.Module) -> list[dict]:

@@ -64,6 +64,8 @@ FILES = ("page.html", "page.css", "maps.js", "state.js", "draw.js", "panel.js", 
 STORED_PARTS = (*PARTS, OWN_ALONE)
 DESCRIBED = ("imgSize", "prefix", "mixes", "layers")  # of a model, the same in all entries
 DIFFERENCE = "difference"  # half the sum of |attention - own alone| of a query, 0 to 1
+MEGABYTE = 1_000_000
+LARGE = 10  # megabytes of a page
 HIDDEN = 255  # the code of -inf
 MOST_OBJECTS = 9  # of a detector, shown per image
 LEAST_SCORE = 0.3
@@ -516,6 +518,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     explorer = make_explorer(models, pictures[0], options.layers, options.heads)
     page = _page_of(explorer, jobs, epochs).encode()
     atomic_write(output, page)
-    size = len(page) / 1e6
-    print(f"written: {output} ({size:.1f} MB; fewer --layers, --heads or images make it smaller)")
+    size = len(page) / MEGABYTE
+    hint = "; fewer --layers, --heads or images make it smaller" if size > LARGE else ""
+    print(f"written: {output} ({size:.1f} MB{hint})")
     return 0

@@ -169,16 +169,15 @@ def columns_of(model: nn.Module, maps: Sequence[LayerMaps]) -> dict[str, str]:
         names |= self_column | {"conv_logits": f"{ARROW} conv.\nof both"}
     else:
         names |= {"conv_logits": f"{ARROW} conv.\nof prev."} | self_column
-    if not all(_logits_are_convolved(layer) for layer in evolved):
+    both = [(layer.conv_logits, layer.logits) for layer in evolved]
+    if not all(
+        convolved is not None and torch.equal(convolved, logits) for convolved, logits in both
+    ):
         names["logits"] = f"{ARROW}\nlogits"
     names["attn"] = f"{ARROW}\nattn."
     names[OWN_ALONE] = "own\nalone"
     recorded = set().union(*(layer.recorded() for layer in maps))
     return {part: name for part, name in names.items() if part in recorded}
-
-
-def _logits_are_convolved(layer: LayerMaps) -> bool:
-    return layer.conv_logits is not None and torch.equal(layer.conv_logits, layer.logits)
 
 
 def convolved_parts(model: nn.Module, layer: AttentionLayer | LayerMaps) -> tuple[str, ...]:

@@ -53,7 +53,7 @@ ROOMS = {
     CLASSIFICATION: "ea_vision.zoo.loaded",
     TRANSFORMERS: "ea_vision.zoo.loaded",
     "detection": "ea_vision.detection.loaded",
-    **dict.fromkeys(EXPORTED, "ea_vision.deployment.loaded"),
+    **dict.fromkeys(EXPORTED, "ea_vision.deployment.files"),
 }
 
 

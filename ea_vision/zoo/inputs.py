@@ -71,7 +71,10 @@ def read_image(source: ImageSource) -> Image.Image:
     if isinstance(source, (str, Path)):
         if str(source).startswith(DIGITS) and not os.path.exists(source):
             return _digit(str(source))
-        _check_is_file(source)
+        _check_exists(source)
+        if not os.path.isfile(source):  # reading a named pipe would wait forever
+            kind = "a folder" if os.path.isdir(source) else "not a regular file"
+            raise UsageError(f"one image file is required, and {source} is {kind}")
     elif isinstance(source, np.ndarray):
         source = _from_array(source)
     elif not isinstance(source, Image.Image):
@@ -100,13 +103,6 @@ def names_of(images: Sequence[ImageSource | Tensor]) -> list[str]:
 def as_image(image: ImageSource | Tensor | Mapping) -> Image.Image | Tensor | Mapping:
     """Return a tensor or the mapping of an image processor unchanged; read anything else by `read_image`."""
     return image if isinstance(image, (Tensor, Mapping)) else read_image(image)
-
-
-def _check_is_file(path: str | Path) -> None:
-    _check_exists(path)
-    if not os.path.isfile(path):  # reading a named pipe would wait forever
-        kind = "a folder" if os.path.isdir(path) else "not a regular file"
-        raise UsageError(f"one image file is required, and {path} is {kind}")
 
 
 def _check_exists(path: str | Path) -> None:

@@ -10,7 +10,7 @@ from PIL import Image
 
 from ea_vision.base.processes import WorkerLost
 from ea_vision.engine import train_cifar, train_imagenet
-from ea_vision.engine.draw_maps import MapsPictures
+from ea_vision.engine.watch import MapsPictures
 from tests.data.photos import make_photos
 from tests.engine.runner import assert_equal, make_folder, saved, weights_of, words
 from tests.refused import refused

@@ -170,13 +170,16 @@ def test_the_page_needs_nothing_from_elsewhere_and_names_cannot_break_out_of_its
     assert [entry["name"] for entry in entries_of(page)] == [entry["name"] for entry in entries]
 
 
-def test_the_command_writes_a_page_and_says_what_makes_it_smaller(tmp_path, capsys):
+def test_the_command_writes_a_page_and_says_what_makes_it_smaller(tmp_path, monkeypatch, capsys):
     image = tmp_path / "photo.png"
     picture(3).save(image)
     output = tmp_path / "pages" / "page.html"
     models = "ea_conv_transformer_cifar,pa_conv_transformer_cifar"
     options = "--layers 1-3 --heads 0,3 --random"
     command = f"--model {models} {options} -o {output} {image}".split()
+    assert explore.main(command) == 0
+    assert re.search(r"page.html \([\d.]+ MB\)", capsys.readouterr().out)
+    monkeypatch.setattr(explore, "MEGABYTE", 1_000)
     assert explore.main(command) == 0
     written = capsys.readouterr()
     assert written.err == ""
