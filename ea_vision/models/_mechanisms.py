@@ -70,9 +70,10 @@ class Mechanisms:
     def keywords(self) -> dict[str, Any]:
         """Return the keywords with which `ea_vision.evolve` adds these mechanisms, in types that JSON has."""
         keywords = asdict(self)
+        options = keywords.pop("options")
         if self.attn_layers is not None:
             keywords["attn_layers"] = list(map(int, self.attn_layers))
-        return {**keywords, **keywords.pop("options")}
+        return keywords | options
 
     @property
     def reads_previous(self) -> bool:

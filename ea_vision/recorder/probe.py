@@ -276,24 +276,12 @@ def make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="learn from four fifths of the test images, drawn by the first of --seeds, and measure on the others",
     )
-    add(
-        "--epochs",
-        type=positive,
-        default=recipe.epochs,
-        help="epochs per probe (default: %(default)s)",
-    )
-    add(
-        "--batch-size",
-        type=positive,
-        default=recipe.batch_size,
-        help="images per update (default: %(default)s)",
-    )
-    add(
-        "--width",
-        type=positive,
-        default=recipe.width,
-        help="channels of the probe (default: %(default)s)",
-    )
+    for flag, default, about in (
+        ("--epochs", recipe.epochs, "epochs per probe"),
+        ("--batch-size", recipe.batch_size, "images per update"),
+        ("--width", recipe.width, "channels of the probe"),
+    ):
+        add(flag, type=positive, default=default, help=f"{about} (default: %(default)s)")
     add(
         "--seeds",
         type=seeds,
