@@ -89,16 +89,6 @@ def option(
 setting = partial(option, resume=True)
 
 
-# options that are gone, and their values as which training goes on
-GONE = {
-    "clip_mode": ("norm",),
-    "color_jitter": (0,),
-    "mixup_off_epoch": (0,),
-    "os_cache": ("auto", "on"),
-    "ratio": ([3 / 4, 4 / 3],),
-}
-
-
 @dataclass
 class TrainConfig:
     """The options of all trainers; a trainer's subclass adds those of its data and its task.
@@ -452,15 +442,12 @@ class TrainConfig:
     ) -> dict[str, str]:
         """Return, by name, a message for each option that differs from the saved one and may not change on resume.
 
-        An option missing from `saved` is newer than the run, which was made with its default; one of GONE must have had
-        a value as which training goes on. How processes share
+        An option missing from `saved` is newer than the run, which was made with its default. How processes share
         the images of an update may change; the number of images (total_batch) may not.
         """
-        changed = {}
-        for name, values in GONE.items():
-            if saved.get(name, values[0]) not in values:
-                changed[name] = f"{name} was {saved[name]!r}, an option that is gone"
-        for name, rules in self.rules().items():
+        known = self.rules()
+        changed = {name: f"{name} is an option that is gone" for name in saved.keys() - known}
+        for name, rules in known.items():
             was = saved.get(name, rules.default)
             now = getattr(self, name)
             if was != now and not rules.resume:

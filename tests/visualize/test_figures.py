@@ -338,7 +338,7 @@ def test_maps_lie_on_what_the_patches_cover(pads):
         assert axes.images[-1].get_extent() == [0, width, height, 0]
     explorer = explore.Explorer([model], [recordable_layers(model.model)[:1]])
     entry = explorer.view("photo", photo)
-    [known] = explorer.describe(entry)
+    [known] = entry["models"]
     assert known["imgSize"] == covered
 
 
