@@ -21,7 +21,6 @@ TRAINERS = {
     "train_cifar.py": train_cifar.SmallImages,
     "train_imagenet.py": train_imagenet.ClassFolders,
 }
-GONE = "--teacher"  # the command with it names the commit that had this option
 pytestmark = pytest.mark.slow
 
 
@@ -37,13 +36,14 @@ def lines_of_pages():
 
 
 def commands():
-    """Return the words after python of each command, without repetitions; options in brackets are included."""
+    """Return the words after python of each command, without repetitions; options in brackets are included, and common
+    ones, which a page names once, are left out (...)."""
     commands_by_script = {}
     for line in lines_of_pages():
         words = re.match(r" *(?:\w+=\S+ )*python (?!-c)(.*)", line)
-        if words and GONE not in line:
+        if words:
             options = re.sub(r"\[(--.*?)(?: \.\.\.)?\]", r"\1", words[1])
-            commands_by_script[options.rstrip("\\ ")] = None
+            commands_by_script[options.rstrip("\\ .")] = None
     return list(commands_by_script)
 
 
