@@ -8,14 +8,17 @@ import re
 import shlex
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import timm
 import torch
+import transformers
 from PIL import Image
 
 from ea_vision.__main__ import main
 from tests.engine.runner import make_folder
+from tests.models import test_huggingface as huggingface
 from tests.process import ROOT
 from tests.slow import FFCV, slow_but
 from tests.test_docs import BLOCK, PAGES, blocks, commands
@@ -67,7 +70,6 @@ ELSEWHERE = (  # command lines that other tests run
     "|train-cifar$"
 )  # all digits: slow, test_wheel.py
 SNIPPETS_ELSEWHERE = {  # first line of a Python block, and the test that runs it or what it is an excerpt of
-    "from transformers import Auto": "models/test_huggingface.py",
     "register_networks(__name__, TinyAttn, {": "outside/tiny_attn.py",
     '@register_evolution("shared")': "outside/residual_maps.py",
     "detector = create_detector(": "detection/test_model.py",
@@ -169,9 +171,8 @@ def test_commands_run(line, place, capsys):
 
 SNIPPETS = []
 for page in PAGES:
-    if page.name != "README.md":
-        for index, block in enumerate(blocks(page, "python")):
-            SNIPPETS.append(pytest.param(page, block, id=f"{page.name}-{index}"))
+    for index, block in enumerate(blocks(page, "python")):
+        SNIPPETS.append(pytest.param(page, block, id=f"{page.name}-{index}"))
 SMALLER = {
     '"vit_small_patch16_224", num_classes=3,': '"test_vit", num_classes=3, patch_size=8, img_size=32,',
     "pretrained=True": "pretrained=False",
@@ -181,9 +182,30 @@ SMALLER = {
 }
 
 
+@pytest.fixture
+def offline(monkeypatch):
+    """Small networks with random weights, and what prepares their inputs, in place of transformers' downloads."""
+
+    def tokenizer(sentences, **_):
+        ids = [torch.arange(3, 3 + len(sentence.split())) for sentence in sentences]
+        padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
+        return {"input_ids": padded, "attention_mask": (padded > 0).long()}
+
+    sizes = dict(hidden_size=24, num_attention_heads=6, intermediate_size=32)
+    for name, loaded in {
+        "ViTModel": transformers.ViTModel(transformers.ViTConfig(**sizes)),
+        "AutoImageProcessor": transformers.ViTImageProcessor(size={"height": 32, "width": 32}),
+        "AutoModel": huggingface.create("dinov3"),
+        "AutoTokenizer": tokenizer,
+        "AutoModelForSequenceClassification": huggingface.classifier(),
+    }.items():
+        load = mock.Mock(return_value=loaded)
+        monkeypatch.setattr(getattr(transformers, name), "from_pretrained", load)
+
+
 @pytest.mark.parametrize("page, block", SNIPPETS)
-def test_snippets_run(page, block, place, tmp_path, monkeypatch):
-    """README's run in test_docs.py, the quick start's in test_quickstart.py."""
+def test_snippets_run(page, block, place, tmp_path, monkeypatch, offline):
+    """The quick start's run in test_quickstart.py."""
     for start, test in SNIPPETS_ELSEWHERE.items():
         if start in block:
             if test.startswith("outside/"):  # an excerpt: its statements stand there
@@ -203,6 +225,13 @@ def test_snippets_run(page, block, place, tmp_path, monkeypatch):
     if "photo.rename" in block:
         assert len(list(Path("photos/train").rglob("*.png"))) == 18
         assert len(list(Path("photos/val").rglob("*.png"))) == 6
+    if "AutoModel" in block:
+        assert any(".maps." in key for key in space["model"].state_dict())
+    if "maps.pdf" in block:
+        assert space["maps"][12].attn.shape == (2, 6, 197, 197)
+        assert Path("maps.pdf").read_bytes().startswith(b"%PDF")
+    if "features_only" in block:
+        assert len(space["backbone"](torch.randn(1, 3, 64, 64))) == 5
     if "def attend" in block:
         q, k, v = torch.randn(3, 2, 8, 6, 4).unbind()
         out, logits = space["attend"](q, k, v, space["decoder"])

@@ -5,6 +5,7 @@ import inspect
 import re
 import shutil
 import tarfile
+from functools import partial
 from pathlib import Path
 
 import huggingface_hub
@@ -163,28 +164,29 @@ def test_shipped_weights_load_in_timms_ways(options, shipped):
     ],
 )
 def test_shipped_weights_refuse_another_network(options, message):
-    with refused(re.escape(message)):
-        timm.create_model(NAME, pretrained=True, **options)
+    for create in (partial(timm.create_model, pretrained=True), ea_vision.load):
+        with refused(re.escape(message)):
+            create(NAME, **options)
 
 
-@pytest.mark.parametrize("shipped_file", [True, False])
-def test_a_file_of_weights_refuses_another_network(run, shipped_file):
-    """By the path of a file, shipped or from a run; PA's weights have the names and shapes of EA's."""
-    folder, _ = run
-    path = folder / "model.safetensors"
-    if shipped_file:
-        path = timm.get_pretrained_cfg(NAME).file
-    message = "were trained with evolution=ea, got evolution=pa"
-    overlay = {"file": str(path), "num_classes": 10 if shipped_file else 3}
-    with refused(message):
+def test_weights_in_place_of_the_shipped_ones_need_not_their_keywords(tmp_path, shipped):
+    model = timm.create_model(NAME).eval()
+    assert model.state_dict().keys() < shipped.state_dict().keys()
+    path = tmp_path / "own.safetensors"
+    safetensors.torch.save_file(model.state_dict(), path)
+    overlay = {"file": str(path)}
+    assert_same(
+        timm.create_model(NAME, pretrained=True, pretrained_cfg_overlay=overlay).eval(), model
+    )
+
+
+def test_a_shipped_file_refuses_another_network():
+    """PA's weights have the names and shapes of EA's."""
+    overlay = {"file": timm.get_pretrained_cfg(NAME).file}
+    with refused("were trained with evolution=ea, got evolution=pa"):
         timm.create_model(
             "pa_conv_transformer_cifar", pretrained=True, pretrained_cfg_overlay=overlay
         )
-    if not shipped_file:  # --pretrained-path
-        with refused(message):
-            create_classifier(
-                "pa_conv_transformer_cifar", {}, num_classes=3, img_size=32, weights=str(path)
-            )
 
 
 def run_of(folder, name, kwargs):
@@ -219,15 +221,21 @@ BASE = {"base": "test_vit", "num_classes": 3}
         ),
     ],
 )
-def test_a_checkpoint_path_refuses_weights_of_another_network(
+def test_a_file_refuses_weights_of_another_network(
     trained, kwargs, name, options, message, tmp_path
 ):
     """timm passes only the tensors to the network, and their names and shapes are the same."""
     path = run_of(tmp_path / "run", trained, kwargs)
+    overlay = {"file": str(path)}
     with refused(f"trained with .*{message}"):
         timm.create_model(name, checkpoint_path=path, **options)
     with refused("trained with"):
         timm.models.load_checkpoint(timm.create_model(name, **options), str(path))
+    if not kwargs:  # else the network is built with them
+        with refused(f"trained with .*{message}"):
+            timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay, **options)
+        with refused("trained with"):  # --pretrained-path
+            create_classifier(name, options, num_classes=10, img_size=32, weights=str(path))
     timm.create_model(trained, checkpoint_path=path, **kwargs)
 
 
@@ -239,8 +247,8 @@ def test_a_checkpoint_path_takes_what_is_no_contradiction(tmp_path):
     assert {round(gate.item(), 4) for name, gate in gates.items() if "alpha" in name} == {0.3}
     path = run_of(tmp_path / "evolved", EVOLVED, {**BASE, "evolution": {"kind": "ea"}})
     model = ea_vision.evolve(timm.create_model("test_vit", num_classes=3), "ea")
+    other = ea_vision.evolve(ea_vision.unevolve(model), "pa", alpha=0.3)
     model.load_state_dict(safetensors.torch.load_file(path))
-    other = ea_vision.evolve(timm.create_model("test_vit", num_classes=3), "pa")
     with refused("trained with evolution kind=ea, got kind=pa"):
         other.load_state_dict(safetensors.torch.load_file(path))
 
@@ -309,28 +317,39 @@ def test_a_network_saved_for_the_hub_loads_as_docs_faq_says(tmp_path, run, safe,
 PA = {"kind": "pa", "start": "paper", "alpha": 0.3, "learnable": False, "attn_layers": [2]}
 
 
+SMALL_VIT = {"img_size": 32, "depth": 2}
+RESNET = {"layers": (1, 1, 2, 1), "channels": (16, 32, 32, 32)}
+
+
 @pytest.mark.parametrize(
-    "plain, options",
+    "plain, sizes, options",
     [
-        ("vit_tiny_patch16_224", {"kind": "ea"}),
-        ("vit_tiny_patch16_224", PA),
+        ("vit_tiny_patch16_224", SMALL_VIT, {"kind": "ea"}),
+        ("vit_tiny_patch16_224", SMALL_VIT, PA),
         (
             "vit_small_patch16_dinov3",
+            SMALL_VIT,
             {"kind": "residual", "token_conv": True, "value_residual": True},
         ),
+        ("resnet18d", RESNET, {"kind": "pa", "img_size": 64, "alpha": 0.3}),
     ],
 )
-def test_an_evolved_network_saved_for_the_hub_evolves(tmp_path, plain, options):
+def test_an_evolved_network_saved_for_the_hub_evolves(tmp_path, plain, sizes, options):
     torch.manual_seed(0)
-    network = timm.create_model(plain, img_size=32, depth=2, num_classes=5)
+    network = timm.create_model(plain, num_classes=5, **sizes)
     model = ea_vision.evolve(network, **options).eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
-    # timm writes these by itself from 1.0.30 on
-    arguments = {"depth": 2, "num_classes": 5, "img_size": 32, **model._model_args}
+    if plain == "resnet18d":
+        model.set_input_size(96)
+    arguments = (
+        None if hasattr(network, "_model_args") else {**sizes, **model._model_args}
+    )  # timm's since 1.0.30
     save_for_hf(model, tmp_path, safe_serialization=True, model_args=arguments)
     name = f"local-dir:{tmp_path}"
-    assert_same(timm.create_model(name, pretrained=True).eval(), model)
+    loaded = timm.create_model(name, pretrained=True).eval()
+    assert_same(loaded, model)
+    assert getattr(loaded, "img_size", None) == getattr(model, "img_size", None)
     assert_same(ea_vision.load(name), model)
     assert network.pretrained_cfg["architecture"] == plain
 

@@ -5,7 +5,6 @@ import copy
 import pytest
 import timm
 import torch
-import torchvision
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 from torch.overrides import TorchFunctionMode
@@ -17,6 +16,7 @@ from ea_vision.layers import AugmentedConv2d, MapsAttention
 from ea_vision.layers.evolution import _EVOLUTIONS, Evolution, EvolvingAttention
 from ea_vision.models import list_networks
 from ea_vision.models.inputs import input_channels
+from tests.models import test_any_transformer as transformers
 from tests.models import zoo
 from tests.refused import refused
 from tests.slow import slow_but
@@ -346,16 +346,8 @@ def test_takes_networks_of_images_with_13_channels(name):
 @pytest.mark.parametrize("evolved", [False, True])
 @pytest.mark.parametrize("name", ["torchvision", "naflexvit_base_patch16_gap"])
 def test_takes_transformers_of_other_sizes_and_without_a_convolution(name, evolved):
-    torch.manual_seed(0)
-    if name == "torchvision":
-        model = torchvision.models.VisionTransformer(64, 16, 2, 2, 32, 64)
-        nn.init.normal_(model.heads.head.weight)
-    elif timm.is_model(name):
-        model = timm.create_model(name, depth=2, embed_dim=48, num_heads=3)
-    else:
-        pytest.skip("this timm lacks it")
+    model = transformers.create(name)
     if evolved:
         model = ea_vision.evolve(model)
-    model.eval()
-    deployed = ea_vision.deploy(model)
-    assert difference(model, deployed, torch.randn(2, 3, 64, 64)) < 1e-5
+    deployed = ea_vision.deploy(model.eval())
+    assert difference(model, deployed, zoo.images(*transformers.size_of(name))) < 1e-5

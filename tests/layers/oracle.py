@@ -7,6 +7,9 @@ import math
 
 import torch
 import torch.nn.functional as F
+from timm.layers import build_sincos2d_pos_embed
+
+from ea_vision.layers import AugmentedConv2d
 
 
 def offsets(size):
@@ -23,8 +26,9 @@ def own_logits(q, k, height_rel, width_rel, size):
     for table, offset in zip((height_rel, width_rel), offsets(size), strict=True):
         if table is not None:
             middle = len(table) // 2
-            rel_logits = table[middle + offset.clamp(-middle, middle)]
-            logits = logits + torch.einsum("bnd,nmd->bnm", q, rel_logits)
+            rows = table[middle + offset.clamp(-middle, middle)]
+            near = offset.abs() <= middle  # offsets beyond a window's table have no term
+            logits = logits + torch.einsum("bnd,nmd->bnm", q, rows) * near
     return logits
 
 
@@ -36,12 +40,17 @@ def neighbours(x, height, width):
         yield u, w, padded[..., u : u + H, w : w + W]
 
 
+def convolved(weight, x):
+    """Return a convolution of the last two sides of x (B, C, ..., H, W), tap by tap, padded with zeros."""
+    total = 0
+    for u, w, seen in neighbours(x, *weight.shape[2:]):
+        total = total + torch.einsum("oc,bc...->bo...", weight[..., u, w], seen)
+    return total
+
+
 def map_conv(maps, conv):
-    """(B, K, N, N) -> the same: a same-padded convolution and ReLU, tap by tap."""
-    total = conv.bias.view(-1, 1, 1)
-    for u, w, seen in neighbours(maps, *conv.weight.shape[2:]):
-        total = total + torch.einsum("oc,bcij->boij", conv.weight[..., u, w], seen)
-    return total.clamp(min=0)
+    """(B, K, N, N) -> the same: a same-padded convolution and ReLU."""
+    return (convolved(conv.weight, maps) + by_head(conv.bias)).clamp(min=0)
 
 
 def by_head(gate):
@@ -50,13 +59,14 @@ def by_head(gate):
 
 
 def evolved_maps(evolution, logits, prev):
-    """The equations of EA and PA with an evolution's gates and convolutions."""
+    """The equations of EA and PA with an evolution's gates and convolutions, which prefix tokens pass unchanged."""
     alpha = by_head(evolution.alpha)
     mixed = alpha * prev + (1 - alpha) * logits
-    before = prev if evolution.predict else mixed
-    new = before
+    new = prev if evolution.predict else mixed
+    first = evolution.num_prefix_tokens
     for conv in evolution.convs:
-        new = map_conv(new, conv)
+        new = new.clone()
+        new[..., first:, first:] = map_conv(new[..., first:, first:], conv)
     if evolution.predict:
         return alpha * new + (1 - alpha) * logits
     beta = by_head(evolution.beta)
@@ -76,76 +86,90 @@ def fused(layer, x, attention):
         attention = F.interpolate(attention, size=size, mode="bilinear", align_corners=False)
     if layer.conv is None:
         return attention
-    convolved = convolved_pixels(layer.conv, x)
-    return convolved + attention if layer.fusion == "add" else torch.cat([convolved, attention], 1)
+    y = layer.conv(x)
+    return y + attention if layer.fusion == "add" else torch.cat([y, attention], 1)
+
+
+def within(size, window):
+    """Return (N, N): whether a key lies in a query's window (height, width); None is a window of the whole map."""
+    down, right = offsets(size)
+    if window is None:
+        return torch.ones_like(down, dtype=torch.bool)
+    return (down.abs() <= window[0] // 2) & (right.abs() <= window[1] // 2)
+
+
+def heads_seen(layer, head):
+    """Return the heads whose keys a head's queries see under one softmax."""
+    reach = layer.head_window // 2
+    heads = range(head - reach, head + reach + 1)
+    if layer.head_border == "wrap":
+        return [other % layer.num_heads for other in heads]
+    return [other for other in heads if 0 <= other < layer.num_heads]
 
 
 def attention_branch(layer, x, prev_logits=None):
     """The whole layer, head by head, from its parameters; -> y, logits."""
     pooled = x
     for _ in range(layer.num_pools):
-        pooled = pooled_pixels(pooled)
+        pooled = F.avg_pool2d(pooled, 3, 2, 1, count_include_pad=False)
     size = pooled.shape[2:]
     K = layer.num_heads
-    D = layer.dim_head_qk
-    pixels = pooled.flatten(2).transpose(1, 2)
+    pixels = placed(pooled, layer.position).flatten(2).transpose(1, 2)
     projected = F.linear(pixels, layer.qkv.weight.flatten(1), layer.qkv.bias)
-    queries, keys, values = projected.split([layer.dim_qk, layer.dim_qk, layer.dim_v], 2)
-    queries_and_keys = zip(queries.chunk(K, 2), keys.chunk(K, 2), strict=True)
-    head_logits = []
-    for head, (q, k) in enumerate(queries_and_keys):
-        if layer.qk_gain is not None:
-            q = normalised(q, layer.qk_gain[head])
-            k = normalised(k, 1.0)
-        q = q / math.sqrt(D)
-        head_logits.append(own_logits(q, k, layer.height_rel, layer.width_rel, size))
-    logits = torch.stack(head_logits, 1)
+    parts = projected.split([layer.dim_qk, layer.dim_qk, layer.dim_v], 2)
+    queries, keys, values = [list(part.chunk(K, 2)) for part in parts]
+    if layer.qk_gain is not None:
+        queries = [normalised(q, gain) for q, gain in zip(queries, layer.qk_gain, strict=True)]
+        keys = [normalised(k, 1.0) for k in keys]
+
+    def between(head, other):
+        q = queries[head] / math.sqrt(layer.dim_head_qk)
+        return own_logits(q, keys[other], layer.height_rel, layer.width_rel, size)
+
+    logits = torch.stack([between(head, head) for head in range(K)], 1)
     if prev_logits is not None:
         logits = evolved_maps(layer.evolution, logits, prev_logits)
-    attn = logits.exp() / logits.exp().sum(-1, keepdim=True)
-    heads = [attn[:, head] @ v for head, v in enumerate(values.chunk(K, 2))]
+    near = within(size, layer.window)
+    heads = []
+    for head in range(K):
+        others = heads_seen(layer, head)
+        seen = [logits[:, head] if other == head else between(head, other) for other in others]
+        weights = torch.cat([x.exp() * near for x in seen], 2)
+        attn = weights / weights.sum(2, keepdim=True)
+        heads.append(attn @ torch.cat([values[other] for other in others], 1))
     out = F.linear(torch.cat(heads, 2), layer.proj.weight.flatten(1), layer.proj.bias)
     attention = out.transpose(1, 2).unflatten(2, size)
     return fused(layer, x, attention), logits
 
 
-def pooled_pixels(x):
-    """(B, C, H, W): the mean over each 3x3 neighbourhood at stride 2, counting only pixels inside the image."""
-    H, W = x.shape[2:]
-    rows = []
-    for row in range(0, H, 2):
-        top = max(row - 1, 0)
-        row_of_means = []
-        for col in range(0, W, 2):
-            left = max(col - 1, 0)
-            row_of_means.append(x[:, :, top : row + 2, left : col + 2].mean((2, 3)))
-        rows.append(torch.stack(row_of_means, -1))
-    return torch.stack(rows, -2)
+def sine(C, size):
+    """Return timm's table of sines and cosines, (C, H, W)."""
+    table = build_sincos2d_pos_embed(list(size), C).double()
+    return table.t().reshape(C, *size)
 
 
-def convolved_pixels(conv, x):
-    """(B, C, H', W'): a convolution's sum over the taps of each output pixel, group by group."""
-    stride = conv.stride[0]
-    dilation = conv.dilation[0]
-    padded = F.pad(x, [conv.padding[0]] * 4)
-    reach = dilation * (conv.kernel_size[0] - 1)
-    taps = list(itertools.product(range(conv.kernel_size[0]), repeat=2))
-    images = padded.chunk(conv.groups, 1)
-    weights = conv.weight.chunk(conv.groups)
-    parts = []
-    for image, weight in zip(images, weights, strict=True):
-        rows = []
-        for row in range(0, padded.shape[2] - reach, stride):
-            pixels = []
-            for col in range(0, padded.shape[3] - reach, stride):
-                total = 0
-                for u, w in taps:
-                    seen = image[:, :, row + dilation * u, col + dilation * w]
-                    total = total + seen @ weight[:, :, u, w].t()
-                pixels.append(total)
-            rows.append(torch.stack(pixels, -1))
-        parts.append(torch.stack(rows, -2))
-    return torch.cat(parts, 1)
+def centred(index, size):
+    return 2 * index / (size - 1) - 1 if size > 1 else 0
+
+
+def loop_coordinates(H, W):
+    """Return CoordConv's channels by a loop over pixels, (3, H, W)."""
+    table = torch.zeros(3, H, W, dtype=torch.float64)
+    for y, x in itertools.product(range(H), range(W)):
+        down = centred(y, H)
+        right = centred(x, W)
+        table[:, y, x] = torch.tensor([right, down, math.hypot(right, down)])
+    return table
+
+
+def placed(x, position):
+    """Return x (B, C, H, W) with absolute positions added or concatenated, if it has any."""
+    size = x.shape[2:]
+    if position == "sine":
+        return x + sine(x.shape[1], size)
+    if position == "coord":
+        return torch.cat([x, loop_coordinates(*size).expand(len(x), -1, -1, -1)], 1)
+    return x
 
 
 def doubles(*shape):
@@ -170,3 +194,26 @@ def assert_same(actual, expected, inputs, **near):
         expected = [expected]
     torch.testing.assert_close(actual, expected, **near)
     torch.testing.assert_close(gradients(actual, inputs), gradients(expected, inputs), **near)
+
+
+BRANCH = dict(dim_qk=4, dim_v=6, num_heads=2, feat_size=(3, 4))
+
+
+def make(stride=1, in_channels=4, **options):
+    """An augmented convolution to 10 channels, in float64, whose parameters are all random."""
+    layer = AugmentedConv2d(in_channels, 10, 3, stride, **{**BRANCH, **options})
+    with torch.no_grad():
+        for parameter in layer.parameters():  # biases too
+            parameter.copy_(torch.randn_like(parameter) * 0.5)
+    return layer.double()
+
+
+def assert_defined(layer, x, prev=None):
+    """Compare a layer's outputs and gradients with those of the definition; without logits where it returns none."""
+    inputs = [x.requires_grad_(), *layer.parameters()]
+    if prev is not None:
+        inputs.append(prev.requires_grad_())
+    actual = [y for y in layer(x, prev) if y is not None]
+    # absolute positions are computed in float32
+    near = {"atol": 1e-5, "rtol": 1e-5} if layer.position in ("sine", "coord") else {}
+    assert_same(actual, attention_branch(layer, x, prev)[: len(actual)], inputs, **near)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from ea_vision.layers import TokenConv, ValueResidual, create_evolution
-from tests.layers.oracle import assert_same, neighbours
+from tests.layers.oracle import assert_same, by_head, convolved, neighbours
 from tests.refused import refused
 
 K = 3
@@ -56,15 +56,6 @@ def mix_heads(weight, maps):
     return torch.stack(mixed, 1)
 
 
-def by_head(numbers):
-    """Return numbers, one per head, so that they multiply maps (B, K, N, N)."""
-    return numbers.view(-1, 1, 1)
-
-
-def logistic(x):
-    return 1 / (1 + (-x).exp())
-
-
 def batch_norm(norm, x):
     return F.batch_norm(x, None, None, norm.weight, norm.bias, training=True, eps=norm.eps)
 
@@ -109,7 +100,7 @@ def multi_token(m, logits, prev):
 
 
 def residual(m, logits, prev):
-    alpha = torch.as_tensor(m.alpha).view(-1, 1, 1)
+    alpha = by_head(m.alpha)
     self_share = 1 - alpha if m.mixture else 1.0
     return (self_share * logits + alpha * prev).softmax(-1)
 
@@ -153,14 +144,6 @@ def test_residual_begins_as_the_papers():
     assert create_evolution("residual", K, mixture=True).alpha == 0.5
 
 
-def convolved(weight, x):
-    """Return the convolution over the last two sides of x (B, K, ..., H, W), tap by tap."""
-    taps = []
-    for u, w, seen in neighbours(x, 3, 3):
-        taps.append(torch.einsum("ab,nb...->na...", weight[:, :, u, w], seen))
-    return sum(taps)
-
-
 @pytest.mark.parametrize("prefix", [0, 2])
 def test_conv2d_convolves_four_dimensions_of_a_map_that_is_not_square(prefix):
     """The entry from pixel (y, x) to pixel (v, u) sees the neighbours of either."""
@@ -188,7 +171,7 @@ def test_gated_attention_is_its_equation(identity):
     largest = 2.0 if identity else 1.0
     heads = []
     for k in range(K):
-        gate = largest * logistic(x @ m.gate.weight[k] + m.gate.bias[k])
+        gate = largest / (1 + (-x @ m.gate.weight[k] - m.gate.bias[k]).exp())
         heads.append(gate.unsqueeze(-1) * out[:, k])
     assert_equation(m, m.mix_output(out, None, x), torch.stack(heads, 1), out, x)
 

@@ -1,35 +1,17 @@
 """AugmentedConv2d against its definition, and the properties that make it attention."""
 
+from itertools import product
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from ea_vision.layers import AugmentedConv2d, Evolution, EvolvingAttention, PredictiveAttention
+from ea_vision.layers import AugmentedConv2d, EvolvingAttention, PredictiveAttention
 from ea_vision.layers.projection import Projection
 from ea_vision.ops import use_implementation
-from tests.layers.oracle import assert_same, attention_branch, doubles, gradients
+from tests.layers.oracle import BRANCH, assert_defined, assert_same, doubles, gradients, make
 from tests.refused import refused
-
-BRANCH = dict(dim_qk=4, dim_v=6, num_heads=2, feat_size=(3, 4))
-
-
-def make(stride=1, **options):
-    layer = AugmentedConv2d(3, 10, 3, stride, **{**BRANCH, **options})
-    with torch.no_grad():
-        for parameter in layer.parameters():  # biases too
-            parameter.copy_(torch.randn_like(parameter) * 0.5)
-    return layer.double()
-
-
-def assert_defined(layer, x, prev=None):
-    """Compare outputs and gradients with those of the definition."""
-    inputs = [x.requires_grad_(), *layer.parameters()]
-    if prev is not None:
-        inputs.append(prev.requires_grad_())
-    expected = attention_branch(layer, x, prev)
-    assert_same(layer(x, prev), expected, inputs)
-
 
 SIZES = [  # of the image, and the keywords
     ((3, 4), {"feat_size": (3, 4)}),
@@ -50,12 +32,12 @@ ALONE = [  # attention in place of the whole convolution
 
 
 @pytest.mark.parametrize("fusion", ["concat", "add"])
-@pytest.mark.parametrize("position", ["relative", "none"])
+@pytest.mark.parametrize("position", ["relative", "none", "sine", "coord"])
 @pytest.mark.parametrize("size,options", SIZES)
 def test_output_and_gradients_equal_the_definition(size, options, position, fusion):
     layer = make(position=position, fusion=fusion, **options)
     assert layer.conv is not None
-    assert_defined(layer, doubles(2, 3, *size))
+    assert_defined(layer, doubles(2, 4, *size))
 
 
 @pytest.mark.parametrize("size,options", ALONE)
@@ -63,7 +45,7 @@ def test_attention_alone_equals_the_definition(size, options):
     layer = make(**options)
     assert layer.conv is None
     assert not any(name.startswith("conv") for name in layer.state_dict())
-    assert_defined(layer, doubles(2, 3, *size))
+    assert_defined(layer, doubles(2, 4, *size))
 
 
 @pytest.mark.parametrize("stride", [1, 2])
@@ -100,13 +82,19 @@ def test_added_attention_learns_its_projection_first_and_then_the_rest():
 NORM = {"dim_qk": 6, "qk_norm": True}
 
 
+EVOLUTIONS = [
+    *product([EvolvingAttention], [(0.5, 1.0, 3), (0.7, 0.3, 1), (0.3, 0.6, 5), (0.0, 0.0, 3)]),
+    *product([PredictiveAttention], [(0.3, num_layers) for num_layers in range(4)]),
+]
+
+
 @pytest.mark.parametrize("options", [{}, NORM, {**NORM, "position": "none"}])
-@pytest.mark.parametrize("gates", [(0.5, 1.0, 3), (0.7, 0.3, 1), (0.3, 0.6, 5), (0.0, 0.0, 3)])
+@pytest.mark.parametrize("kind, gates", EVOLUTIONS)
 @pytest.mark.parametrize("fusion", ["concat", "add"])
-def test_evolving_and_normalised_layers_equal_the_definition(fusion, gates, options):
-    x = doubles(2, 3, 3, 4)
+def test_evolving_and_normalised_layers_equal_the_definition(fusion, kind, gates, options):
+    x = doubles(2, 4, 3, 4)
     assert_defined(make(fusion=fusion, **options), x)
-    layer = make(evolution=EvolvingAttention(2, *gates), fusion=fusion, **options)
+    layer = make(evolution=kind(2, *gates), fusion=fusion, **options)
     assert_defined(layer, x, doubles(2, 2, 12, 12))
 
 
@@ -114,7 +102,7 @@ def test_evolving_and_normalised_layers_equal_the_definition(fusion, gates, opti
 def test_gradients_of_normalised_queries_and_keys_are_the_same_in_every_way(layout):
     layer = make(dim_qk=8, qk_norm=True, feat_size=(4, 4)).float()
     layer = layer.to(memory_format=layout)
-    x = torch.randn(2, 3, 4, 4).to(memory_format=layout)
+    x = torch.randn(2, 4, 4, 4).to(memory_format=layout)
     inputs = [x.requires_grad_(), *layer.parameters()]
     with use_implementation("reference"):
         expected = gradients(layer(x), inputs)
@@ -140,27 +128,21 @@ def test_queries_and_keys_are_normalised_however_large_the_projection_grows():
 
 def test_the_norm_is_off_by_default_and_its_gain_begins_at_1():
     plain = make()
-    normed = AugmentedConv2d(3, 10, **BRANCH, qk_norm=True)
+    normed = AugmentedConv2d(4, 10, **BRANCH, qk_norm=True)
     assert normed.load_state_dict(plain.state_dict(), strict=False).missing_keys == ["qk_gain"]
     assert torch.equal(normed.qk_gain, torch.ones(2))
-
-
-@pytest.mark.parametrize("num_layers", [0, 1, 2, 3])
-def test_predicting_layer_equals_the_definition(num_layers):
-    layer = make(evolution=PredictiveAttention(2, 0.3, num_layers))
-    assert_defined(layer, doubles(2, 3, 3, 4), doubles(2, 2, 12, 12))
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (6, 7), (2, 9), (1, 1)])
 def test_other_sizes_run_and_tables_fit(shape):
     layer = make(feat_size=(4, 5))
-    y, logits = layer(doubles(1, 3, *shape))
+    y, logits = layer(doubles(1, 4, *shape))
     pixels = shape[0] * shape[1]
     assert y.shape == (1, 10, *shape)
     assert logits.shape == (1, 2, pixels, pixels)
     resized = make(feat_size=shape)
     resized.load_state_dict(layer.state_dict())  # fits the tables for good
-    x = doubles(1, 3, *shape)
+    x = doubles(1, 4, *shape)
     assert_close(layer(x), resized(x))
     layer.set_feat_size(shape)
     assert_close(layer(x), resized(x))
@@ -168,7 +150,7 @@ def test_other_sizes_run_and_tables_fit(shape):
 
 def test_missing_or_wrong_prev_logits_is_an_error():
     layer = make(evolution=EvolvingAttention(2))
-    x = doubles(2, 3, 3, 4)
+    x = doubles(2, 4, 3, 4)
     with refused(r"\[2, 2, 12, 12\] required, got None", ValueError):
         layer(x)
     for wrong in ((2, 2, 12, 11), (1, 2, 12, 12), (2, 1, 12, 12)):
@@ -185,16 +167,16 @@ def test_missing_or_wrong_prev_logits_is_an_error():
         ({"attn_channels": 0}, "attn_channels must be 1 to out_channels=10, got 0"),
         ({"fusion": "sum"}, "fusion must be 'concat' or 'add', got 'sum'"),
         ({"fusion": "add", "attn_channels": 5}, "attn_channels must be None .*, got 5"),
-        ({"conv": torch.nn.Conv2d(3, 10, 3)}, "conv needs fusion='add', got fusion='concat'"),
+        ({"conv": torch.nn.Conv2d(4, 10, 3)}, "conv needs fusion='add', got fusion='concat'"),
         (
-            {"fusion": "add", "conv": torch.nn.Conv2d(3, 8, 3)},
-            r"\(in_channels, out_channels, stride\) = \(3, 10, 1\), got \(3, 8, 1\)",
+            {"fusion": "add", "conv": torch.nn.Conv2d(4, 8, 3)},
+            r"\(in_channels, out_channels, stride\) = \(4, 10, 1\), got \(4, 8, 1\)",
         ),
         ({"stride": 3}, "stride must be 1 or 2, got 3"),
         ({"feat_size": (0, 3)}, "feat_size"),
         ({"num_heads": 0}, "num_heads"),
         ({"position": "polar"}, "one of 'relative', 'none', 'sine', 'coord', got 'polar'"),
-        ({"position": "sine"}, "in_channels that 4 divides, got 3"),
+        ({"position": "sine", "in_channels": 3}, "in_channels that 4 divides, got 3"),
         ({"window": (3, 0)}, "window must be an odd number of pixels"),
         ({"head_window": 2}, "head_window must be an odd number of heads, got 2"),
         ({"head_border": "zero"}, "head_border must be 'clip' or 'wrap', got 'zero'"),
@@ -215,7 +197,7 @@ def test_bad_arguments_are_named(wrong, message):
 
 def test_channels_last_in_gives_channels_last_out():
     layer = make(feat_size=(5, 6), evolution=EvolvingAttention(2))
-    x = doubles(2, 3, 5, 6)
+    x = doubles(2, 4, 5, 6)
     prev = doubles(2, 2, 30, 30)
     plain, _ = layer(x, prev)
     layer = layer.to(memory_format=torch.channels_last)
@@ -242,7 +224,7 @@ def test_autocast_keeps_the_softmax_in_float32():
     layer = make().float()
     layer.attn_drop.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        y, logits = layer(torch.randn(2, 3, 3, 4))
+        y, logits = layer(torch.randn(2, 4, 3, 4))
     assert seen[0].dtype == torch.float32
     assert_close(seen[0].sum(-1), torch.ones(2, 2, 12))  # far tighter than bfloat16 allows
     assert logits.dtype == y.dtype == torch.bfloat16
@@ -250,27 +232,7 @@ def test_autocast_keeps_the_softmax_in_float32():
 
 def test_attention_dropout_acts_in_training_only():
     layer = make(attn_drop=0.5, conv_drop=0.5)
-    x = doubles(1, 3, 3, 4)
+    x = doubles(1, 4, 3, 4)
     assert not torch.equal(layer(x)[0], layer(x)[0])
     layer.eval()
     assert torch.equal(layer(x)[0], layer(x)[0])
-
-
-class MixedHeads(Evolution):
-    """Average each pair of heads after the softmax."""
-
-    mixes_attn = True
-
-    def mix_attn(self, attn):
-        return 0.5 * (attn + attn.flip(1))
-
-
-def test_maps_that_are_mixed_after_the_softmax_weigh_the_values():
-    layer = make(evolution=MixedHeads())
-    x = doubles(2, 3, 3, 4)
-    y, logits = layer(x, doubles(2, 2, 12, 12))
-    q, k, v, size = layer.heads_of(layer.qkv(layer.branch_input(x)))
-    assert_close(logits, layer.logits_of(q, k, size))
-    attn = logits.softmax(-1).mean(1, keepdim=True)
-    heads = (attn @ v).transpose(-2, -1)
-    assert_close(y[:, 4:], layer.proj(heads.reshape(2, 6, 3, 4)))

@@ -16,22 +16,28 @@ from tests.layers.oracle import assert_same, doubles, evolved_maps
 from tests.refused import refused
 
 
+@pytest.mark.parametrize("keys, prefix", [(7, 0), (5, 0), (7, 2)])
 @pytest.mark.parametrize("learnable", [True, "per_head"])
-@pytest.mark.parametrize("kind", ["ea", "pa"])
-def test_learnable_gates_satisfy_the_equations_and_have_their_gradients(kind, learnable):
-    module = create_evolution(kind, 3, alpha=0.3, learnable=learnable).double()
+@pytest.mark.parametrize("kind, options", [("ea", {}), ("pa", {}), ("pa", {"num_layers": 2})])
+def test_learnable_gates_satisfy_the_equations_and_have_their_gradients(
+    kind, options, learnable, keys, prefix
+):
+    """Also where a network has pooled keys and values: maps (B, K, N, M)."""
+    module = create_evolution(kind, 3, alpha=0.3, learnable=learnable, **options).double()
+    module.num_prefix_tokens = prefix
     values = torch.linspace(-0.4, 1.7, 3, dtype=torch.float64)  # outside 0 to 1, too
     with torch.no_grad():
         for place, gate in enumerate(module.gates().values()):
             gate.copy_(values.roll(place) if learnable == "per_head" else values[place])
-    q, k = doubles(2, 2, 3, 7, 4)
+    q = doubles(2, 3, 7, 4)
+    k, v = doubles(2, 2, 3, keys, 4)
     logits = q @ k.mT / 2
-    prev = doubles(2, 3, 7, 7)
+    prev = doubles(2, 3, 7, keys)
     expected = evolved_maps(module, logits, prev)
     parameters = list(module.parameters())
     assert_same(module(logits, prev), expected, parameters)
-    _, by_operator = evolving_attention(q, k, q, **module.operands(prev))
-    assert_same(by_operator, expected, parameters)
+    by_operator = evolving_attention(q, k, v, **module.operands(prev))
+    assert_same(by_operator, (expected.softmax(-1) @ v, expected), parameters)
 
 
 @pytest.mark.parametrize("kind", ["ea", "pa"])

@@ -2,35 +2,34 @@
 
 import inspect
 import json
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
 import timm
 import torch
 import torchvision
-from timm.models.eva import Eva
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 from torch.testing import assert_close
 
 from ea_vision import deploy, evolve, record_attention, unevolve
-from ea_vision.layers import Evolution, attention_layers, evolution_class, learnable_gates
-from ea_vision.models.note import with_note
+from ea_vision.layers import attention_layers, learnable_gates
 from ea_vision.sizes import count
-from tests.models.test_across import KINDS
-from tests.models.test_vision_transformer import active, needs_attn_layer, plain
 from tests.models.test_vision_transformer import fused as set_fused
 from tests.models.test_vision_transformer import lively as random_linear
+from tests.models.test_vision_transformer import needs_attn_layer, plain
 from tests.models.zoo import (
+    KINDS,
     TINY,
     assert_checkpointing_changes_nothing,
     assert_onnx_agrees,
     images,
     on_meta,
     stepped,
+    stirred,
 )
 from tests.refused import refused
 from tests.slow import slow_but
@@ -48,6 +47,7 @@ NAMES = [  # one of each block, attention layer and kind of position
 ]
 KEPT = {"vit_small_patch16_dinov3", "cait_xxs24_224", "torchvision"}
 thorough = pytest.mark.parametrize("name", slow_but(KEPT, NAMES[1:]))
+SOME = ["ea", "conv2d", "gated", "xsa", "reattention"]
 
 
 def create(name, depth=3):
@@ -83,44 +83,17 @@ def assert_near(actual, expected):
     assert differ(actual, expected) < 1e-5
 
 
-@pytest.mark.parametrize("name", NAMES)
-@torch.no_grad()
-def test_mechanisms_alone_leave_attention_as_it_was(name):
-    model = create(name)
-    x = images(*size_of(name))
-    expected = model(x)
-    assert differ(expected[0], expected[1]) > 0.05
-    for options in (dict(token_conv=True), dict(value_residual=True)):
-        alone = evolve(model, None, **options)
-        assert (
-            differ(alone(x), expected) < 1e-6
-        )  # torchvision's then takes another path than nn.MultiheadAttention
-        assert len(alone.state_dict()) > len(model.state_dict())
-        assert torch.equal(unevolve(alone)(x), expected)
-    assert not attention_layers(model)
+CASES = [*product(NAMES[:1], KINDS), *product(NAMES[1:], SOME)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@torch.no_grad()
-def test_begins_by_timms_own_operations(kind):
-    """Where nothing is fused, the evolved network equals the plain one to the bit."""
-    model = create("vit_tiny_patch16_224")
-    set_fused(model, False)
-    evolved = evolve(model, kind)
-    assert torch.equal(evolved(images()), model(images()))
-    first, *_ = attention_layers(evolved)
-    assert (first.evolution is None) == evolution_class(kind).reads_previous
-
-
-@thorough
-@pytest.mark.parametrize("kind", ["ea", "conv2d", "gated", "xsa", "reattention"])
-def test_learned_gates_are_named_and_checkpoints_change_nothing(name, kind):
+@pytest.mark.parametrize("case", slow_but([*product(KEPT | {NAMES[0]}, KINDS)], CASES))
+def test_learned_gates_are_named_and_checkpoints_change_nothing(case):
+    name, kind = case
     x = images(*size_of(name))
     again = evolve(create(name), kind, token_conv=True, value_residual=True)
     added = again.state_dict().keys() - create(name).state_dict().keys()
     assert learnable_gates(again).keys() <= added
-    with torch.no_grad():
-        stirred(again)
+    stirred(again)
     if name == "torchvision":  # it has no gradient checkpointing
         return
     assert_checkpointing_changes_nothing(again, x, atol=1e-4, rtol=1e-3)
@@ -139,7 +112,7 @@ def test_by_name_and_by_evolve_it_is_one_network(kind, fused):
     options = dict(token_conv="paper", value_residual="paper")
     keywords = dict(**TINY, reg_tokens=1, qk_norm=True)
     named = timm.create_model("ea_vit_tiny_patch16_224", evolution=kind, **options, **keywords)
-    named = active(stirred(named)).eval()
+    named = stirred(named).eval()
     timms = timm.create_model("vit_tiny_patch16_224", **keywords).eval()
     evolved = evolve(timms, kind, **options).eval()
     assert type(evolved) is VisionTransformer
@@ -182,27 +155,6 @@ def test_rotary_transformers_of_other_sizes():
     evolved = evolve(model, "conv2d", token_conv=True)
     for size in ((32, 48), (40, 16)):
         assert_near(evolved(images(*size)), model(images(*size)))
-
-
-@torch.no_grad()
-def test_threads_share_a_network():
-    model = timm.create_model("vit_small_patch16_dinov3", **TINY, dynamic_img_size=True).eval()
-    model = stirred(evolve(model, "conv2d", token_conv="paper", value_residual="paper"))
-    inputs = [torch.randn(2, 3, 32, width) for width in (16, 32, 48, 64)]
-    expected = [model(x) for x in inputs]
-    call = torch.no_grad()(model)
-    with ThreadPoolExecutor(4) as pool:
-        together = list(pool.map(call, 10 * inputs))
-    assert_close(together, 10 * expected)
-
-
-def stirred(model):
-    """Move all parameters of evolutions away from their start."""
-    for module in model.modules():
-        if isinstance(module, Evolution):
-            for parameter in module.parameters():
-                parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
 
 
 def quantised():
@@ -271,23 +223,32 @@ def test_what_cannot_evolve_is_refused_with_the_reason(create_model, options, re
         evolve(model, **options)
 
 
-@pytest.mark.skipif(
-    "attn_mask" not in inspect.signature(Eva.forward_features).parameters,
-    reason="this timm has none",
-)
-def test_masks_are_refused_where_maps_evolve():
-    model = create("vit_small_patch16_dinov3")
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "vit_small_patch16_dinov3"])
+def test_masks_are_refused_where_maps_evolve(name):
+    model = create(name)
+    arguments = inspect.signature(model.forward_features).parameters
+    if "attn_mask" not in arguments:
+        pytest.skip("this timm has none")
     x = images()
-    mask = torch.zeros(1, 1, 21, 21)
+    tokens = 16 + model.num_prefix_tokens
+    mask = torch.zeros(1, 1, tokens, tokens)
     mask[..., 0] = -torch.inf
-    with refused("maps that evolve take no mask", ValueError):
-        evolve(model).forward_features(x, attn_mask=mask)
+    for masked in ({"attn_mask": mask}, {"is_causal": True}):
+        if masked.keys() <= arguments.keys():
+            with refused("maps that evolve take no mask", ValueError):
+                evolve(model).forward_features(x, **masked)
     exclusive = evolve(model, "xsa")
     expected = model.forward_features(x, attn_mask=mask)
     for each in (mask, mask == 0):
         assert_near(exclusive.forward_features(x, attn_mask=each), expected)
+
+
+def test_a_plain_network_does_not_go_back():
     with refused("required, got VisionTransformer", ValueError):
         unevolve(create("torchvision"))
+
+
+def test_packed_images_have_no_token_convolution():
     naflex = evolve(create("naflexvit_base_patch16_gap"), None, token_conv=True)
     coordinates = torch.cartesian_prod(torch.arange(2), torch.arange(2)).expand(2, -1, -1)
     with refused(r"images \(B, C, H, W\) required", ValueError):
@@ -409,23 +370,9 @@ def test_options_of_numpy_are_saved_as_numbers(name):
     assert evolution.get("attn_stages", [3, 4]) == [3, 4]
 
 
-def test_evolves_anew_in_another_way():
-    """Weights name the evolution that they were trained with: the last one counts."""
-    first = evolve(plain(), "ea")
-    second = evolve(unevolve(first), "pa", alpha=0.3)
-    about = {"model": "evolved_transformer", "model_kwargs": {"evolution": {"kind": "pa"}}}
-    weights = with_note(second.state_dict(), json.dumps(about))
-    second.load_state_dict(dict(weights))
-    with refused("were trained with evolution kind=pa, got kind=ea", ValueError):
-        first.load_state_dict(dict(weights))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_transforms_of_torch_func_go_through_every_kind(kind):
-    model = evolve(plain().double(), kind, token_conv=True, value_residual=True).eval()
-    for name, parameter in model.named_parameters():
-        if "evolution" in name or "token_conv" in name:
-            parameter.data += 0.1 * torch.randn_like(parameter)
+    model = stirred(evolve(plain().double(), kind, token_conv=True, value_residual=True)).eval()
     x = images(batch=3).double()
     tangent = torch.randn_like(x[0])
 

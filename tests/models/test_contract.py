@@ -12,8 +12,7 @@ from ea_vision import evolve, unevolve
 from tests.models import test_any_transformer as transformers_of_timm
 from tests.models import test_evolve_resnet as resnets
 from tests.models import test_huggingface as huggingface
-from tests.models.test_across import KINDS
-from tests.models.zoo import idle, images, stepped
+from tests.models.zoo import KINDS, idle, images, stepped
 from tests.refused import refused
 
 
@@ -30,6 +29,7 @@ class Row:
         exact: whether the evolved network begins as the plain one to the bit.
         added: every new parameter's name contains one of these.
         unmoved: ends of the names of new parameters whose gradients cancel.
+        reload: the network that has learned, a folder -> one that is loaded from there; None: its state is loaded.
     """
 
     create: Callable
@@ -40,6 +40,7 @@ class Row:
     exact: bool = False
     added: tuple[str, ...] = ("",)
     unmoved: tuple[str, ...] = ()
+    reload: Callable | None = None
 
 
 def run_on(size, model):
@@ -57,7 +58,7 @@ for name in transformers_of_timm.NAMES:
         partial(transformers_of_timm.create, name),
         partial(run_on, size),
         partial(step_on, size),
-        tuple(KINDS),
+        (*KINDS, None),
         {"token_conv": True, "value_residual": True},
         added=(".evolution.", ".value_residual.", ".token_conv."),
         unmoved=("proj_l.bias", "convs.0.weight", "convs.0.bias"),
@@ -79,6 +80,7 @@ for name in huggingface.ARCHITECTURES:
         {"value_residual": True},
         added=(".maps.",),
         unmoved=("proj_l.bias",),  # the softmax cancels it
+        reload=huggingface.reloaded,
     )
 CASES = [(name, kind) for name, row in ROWS.items() for kind in row.kinds]
 
@@ -91,7 +93,7 @@ def assert_same(actual, expected, exact):
 
 
 @pytest.mark.parametrize("name, kind", CASES)
-def test_begins_as_the_plain_network_goes_back_learns_and_reloads(name, kind):
+def test_begins_as_the_plain_network_goes_back_learns_and_reloads(name, kind, tmp_path):
     row = ROWS[name]
     plain = row.create()
     layout = repr(plain)
@@ -122,9 +124,13 @@ def test_begins_as_the_plain_network_goes_back_learns_and_reloads(name, kind):
     assert [key for key in set(new) & set(idle(evolved)) if not key.endswith(row.unmoved)] == []
     with refused(r"must be 0.*got \d+ .*the first of them", ValueError):
         unevolve(evolved)
-    again = evolve(row.create(), kind, **row.options)
-    again.load_state_dict(evolved.state_dict())
+    if row.reload is None:
+        again = evolve(row.create(), kind, **row.options)
+        again.load_state_dict(evolved.state_dict())
+    else:
+        again = row.reload(evolved, tmp_path)
+    assert type(again) is type(evolved)
     with torch.no_grad():
         learned = row.run(evolved.eval())
-        assert_same(row.run(again.eval()), learned, exact=False)
+        assert_same(row.run(again.eval()), learned, row.reload is not None)
         assert (learned - expected).abs().max() > 1e-3 * expected.abs().max()

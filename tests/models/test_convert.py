@@ -1,7 +1,6 @@
 """Weights of runs and of timm's ResNets are loaded into our networks."""
 
 import logging
-from dataclasses import replace
 
 import pytest
 import safetensors.torch
@@ -15,8 +14,6 @@ from ea_vision.layers import AugmentedConv2d
 from ea_vision.layers.fit_weights import checkpoint_filter_fn
 from ea_vision.models import get_network, list_networks
 from ea_vision.zoo.create import create_classifier
-from ea_vision.zoo.loaded import load_model
-from ea_vision.zoo.weights_file import encode_weights
 from tests.models.zoo import OUTLINES, on_meta
 from tests.refused import refused
 
@@ -179,36 +176,3 @@ def test_another_depth_is_named():
     message = r"layer2\.0\.conv1\.weight must have at least 112 output channels"
     with refused(message, ValueError):
         checkpoint_filter_fn(state, OUTLINES["aa_resnet34"])
-
-
-def test_pretrained_weights_name_the_keywords_they_were_trained_with(tmp_path, monkeypatch):
-    """The default weights are replaced by a file of a network with `qk_norm`: loading by name builds that network."""
-    name = "ea_conv_transformer_cifar"
-    expected = timm.create_model(name, qk_norm=True).state_dict()
-    path = tmp_path / "weights.safetensors"
-    path.write_bytes(encode_weights(expected))
-    tag = timm.get_pretrained_cfg(name).tag
-    monkeypatch.setitem(get_network(name).trained, tag, {"qk_norm": True})
-    configuration = replace(timm.get_pretrained_cfg(name), file=str(path))
-    for key in (name, f"{name}.{tag}"):
-        registry = timm.models._registry._model_pretrained_cfgs
-        monkeypatch.setitem(registry, key, configuration)
-    training, keywords = create_classifier(name, {}, num_classes=10, img_size=32, pretrained=True)
-    for model in (
-        timm.create_model(name, pretrained=True),
-        timm.create_model(f"{name}.{tag}", pretrained=True),
-        timm.create_model(name, pretrained=True, qk_norm=True),
-        load_model(name).model,
-        training,
-    ):
-        torch.testing.assert_close(model.state_dict(), expected, rtol=0, atol=0)
-    timm.create_model(name, **keywords).load_state_dict(expected)  # as from a run folder
-    assert timm.create_model(name).state_dict().keys() < expected.keys()
-    message = f"the weights {name}.{tag} were trained with qk_norm=True, got qk_norm=False"
-    with refused(message):
-        timm.create_model(name, pretrained=True, qk_norm=False)
-    with refused(message):
-        load_model(name, qk_norm=False)
-    weights_path = tmp_path / "own.safetensors"
-    safetensors.torch.save_file(timm.create_model(name).state_dict(), weights_path)
-    timm.create_model(name, pretrained=True, pretrained_cfg_overlay={"file": str(weights_path)})

@@ -1,11 +1,12 @@
 """`evolve` adds attention beside the convolutions of plain ResNets, timm's and torchvision's; `unevolve` removes it."""
 
+from functools import partial
+
 import pytest
 import timm
 import torch
 import torchvision
 from timm.layers import BlurPool2d
-from timm.models import save_for_hf
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     checkpoint_wrapper,
@@ -20,7 +21,6 @@ from ea_vision import evolve, unevolve
 from ea_vision.layers import AugmentedConv2d
 from ea_vision.layers.projection import Projection
 from ea_vision.models import get_network
-from ea_vision.models._network import timm_input
 from tests.models.test_convert import NARROW, RESNETS
 from tests.models.zoo import (
     assert_checkpointing_changes_nothing,
@@ -53,6 +53,11 @@ TORCHVISION = {
     "torchvision ResNeXt": (Bottleneck, {"groups": 4, "width_per_group": 8}),
     "torchvision wide": (Bottleneck, {"width_per_group": 128}),
     "torchvision dilated": (Bottleneck, {"replace_stride_with_dilation": [False, True, True]}),
+    "torchvision frozen": (
+        Bottleneck,
+        {"norm_layer": torchvision.ops.FrozenBatchNorm2d},
+    ),  # as in detectors
+    "torchvision groups": (BasicBlock, {"norm_layer": partial(torch.nn.GroupNorm, 4)}),
 }
 NAMES = [*TIMM, *TORCHVISION]
 
@@ -85,26 +90,6 @@ def test_every_3x3_convolution_of_the_last_stages_gets_attention(name):
     plain = plain_network(name)
     model = evolve(plain, None)
     assert len(layers_of(model)) == (4 if hasattr(plain.layer1[0], "conv3") else 8)
-
-
-def group_norm(channels):
-    return torch.nn.GroupNorm(4, channels)
-
-
-@pytest.mark.parametrize("norm", [torchvision.ops.FrozenBatchNorm2d, group_norm])
-@pytest.mark.parametrize("block", [BasicBlock, Bottleneck])
-def test_any_norm_does(norm, block):
-    """torchvision's detectors freeze their norms."""
-    plain = torchvision.models.ResNet(block, [1, 1, 2, 1], num_classes=5, norm_layer=norm)
-    plain = woken(plain).eval()
-    model = evolve(plain, "ea", img_size=64)
-    x = images(64, 64)
-    assert torch.equal(model(x), plain(x))
-    assert torch.equal(unevolve(model)(x), plain(x))
-    features, final = model.forward_intermediates(x)[1], model.forward_features(x)
-    channels = [feature.shape[1] for feature in features]
-    assert channels == [info["num_chs"] for info in model.feature_info]
-    assert torch.equal(features[-1], final)
 
 
 @pytest.mark.parametrize("norm_layer", [timm.layers.GroupNorm, timm.layers.FrozenBatchNormAct2d])
@@ -175,7 +160,8 @@ def test_an_evolved_network_is_traced_checkpointed_deployed_and_recorded(name):
     pixels = [maps[number].attn.shape[-1] for number in maps]
     last = 2 if name == "resnet18d" else 1  # layers in the last stage
     assert pixels == [16] * (len(maps) - last) + [4] * last
-    features = model.forward_intermediates(x, intermediates_only=True)
+    final, features = model.forward_intermediates(x)
+    assert torch.equal(features[-1], final)
     for feature, info in zip(features, model.feature_info, strict=True):
         assert feature.shape[1] == info["num_chs"]
         assert feature.shape[2] == 64 // info["reduction"]
@@ -260,20 +246,6 @@ def test_an_evolved_network_compiles_and_exports():
     plain = plain_network("torchvision basic")
     model = woken(evolve(plain, "ea", img_size=64, attn_stages=(3,)))
     assert_compiles_and_exports(model, images(64, 64))
-
-
-@torch.no_grad()
-def test_a_saved_network_loads_again(tmp_path):
-    plain = timm.create_model("resnet18d", **NARROW).eval()
-    model = woken(evolve(plain, "pa", img_size=64, alpha=0.3))
-    for size in (64, 96):
-        model.set_input_size(size)
-        # timm before 1.0.30, which lacks what `timm_input` is, a private name, saves no keywords
-        config = {"model_args": NARROW | model._model_args}
-        save_for_hf(model, tmp_path, **(config if timm_input is None else {}))
-        loaded = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
-        assert loaded.img_size == (size, size)
-        assert torch.equal(loaded(images(size, size)), model(images(size, size)))
 
 
 def test_modes_and_frozen_weights_stay():

@@ -4,57 +4,37 @@ same result or an error that says what is missing, and nothing outlives it."""
 import copy
 import gc
 import pickle
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import timm
 import torch
-import torchvision
-import transformers
 from torch import nn
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from ea_vision import evolve
 from ea_vision.layers import attention_layers
-from tests.models.zoo import TINY, images, woken
+from tests.models import test_huggingface as huggingface
+from tests.models.test_any_transformer import create
+from tests.models.zoo import TINY, images, lively, stirred
 from tests.refused import refused
 
-TINY_BERT = dict(
-    hidden_size=48,
-    num_hidden_layers=3,
-    num_attention_heads=3,
-    intermediate_size=96,
-    vocab_size=99,
-    hidden_dropout_prob=0.0,
-    attention_probs_dropout_prob=0.0,
-)
-
-
-def resnet():
-    return woken(timm.create_model("ea_aa_resnet50", layers=(1, 1, 2, 1), num_classes=5))
-
-
-def vit():
-    return evolve(timm.create_model("vit_tiny_patch16_224", **TINY), "ea", value_residual=True)
-
-
-def torchvisions():
-    plain = torchvision.models.VisionTransformer(32, 8, 3, 3, 48, 96, num_classes=5)
-    return evolve(plain, "ea", value_residual=True)
-
-
-def bert():
-    config = transformers.BertConfig(**TINY_BERT)
-    return evolve(transformers.BertModel(config), "ea", value_residual=True)
-
-
-LAYERS = "encoder.layers.encoder_layer_{}".format
 # network: (create, its input, names of two of its chained parts)
+BLOCKS = ("blocks.0", "blocks.1")
+LAYERS = ("encoder.layers.encoder_layer_0", "encoder.layers.encoder_layer_1")
+RESNET = dict(layers=(1, 1, 2, 1), num_classes=5)
+# network: (how to create it, its input, names of two of its chained parts)
 NETWORKS = {
-    "resnet": (resnet, lambda: images(64, 64), ("layer2", "layer3")),
-    "vit": (vit, images, ("blocks.0", "blocks.1")),
-    "bert": (bert, lambda: torch.arange(20).view(2, 10), ("encoder.layer.0", "encoder.layer.1")),
-    "torchvision": (torchvisions, images, (LAYERS(0), LAYERS(1))),
+    "resnet": (partial(lively, "ea_aa_resnet50", **RESNET), images(64, 64), ("layer2", "layer3")),
+    "vit": (partial(create, "vit_tiny_patch16_224"), images(), BLOCKS),
+    "bert": (
+        partial(huggingface.create, "bert"),
+        huggingface.inputs_of("bert")["input_ids"],
+        ("encoder.layer.0", "encoder.layer.1"),
+    ),
+    "torchvision": (partial(create, "torchvision"), images(), LAYERS),
 }
 CHECKPOINTING = {
     "vit": lambda model: model.set_grad_checkpointing(),
@@ -65,13 +45,11 @@ CHECKPOINTING = {
 def alive(name):
     """Create a network whose every part has an effect; return it, its input, and the names of two chained parts."""
     torch.manual_seed(0)
-    create, create_input, paths = NETWORKS[name]
-    model = create().eval()
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            if any(part in key for part in ("evolution", "value_residual")):
-                parameter.add_(0.2 * torch.rand_like(parameter))
-    return model, create_input(), paths
+    new, x, paths = NETWORKS[name]
+    model = new().eval()
+    if name != "resnet":  # which evolves by itself
+        model = evolve(model, "ea", value_residual=True)
+    return stirred(model, 0.2), x, paths
 
 
 def run(model, x):
@@ -80,8 +58,8 @@ def run(model, x):
 
 
 def maps_in_memory():
-    """Count the living tensors that have the shape of a network's maps."""
-    sizes = {(2, 8, 16, 16), (2, 3, 17, 17), (2, 3, 10, 10), (2, 3, 17, 16), (2, 3, 10, 16)}
+    """Count the living tensors that have the shape of a network's maps, or of the values of its heads."""
+    sizes = {(2, 8, 16, 16), (2, 3, 17, 17), (2, 4, 9, 9), (2, 3, 17, 16), (2, 4, 9, 8)}
     gc.collect()
     # other tests leave fake tensors behind, whose sides are symbols
     living = [x for x in gc.get_objects() if type(x) is torch.Tensor and x.ndim == 4]
@@ -307,3 +285,22 @@ def test_the_size_of_an_earlier_forward_is_not_taken_by_other_tokens(kind, optio
     model(images())
     with refused(needs, ValueError):
         model.blocks(torch.randn(2, 17, 48))
+
+
+def threaded(name):
+    """Return a network, and inputs of several sizes."""
+    if name == "bart":
+        model = evolve(huggingface.create(name), "ea")
+        return model, [torch.randint(3, 50, (2, length)) for length in (5, 9, 12, 7)]
+    plain = timm.create_model("vit_small_patch16_dinov3", **TINY, dynamic_img_size=True)
+    model = evolve(plain.eval(), "conv2d", token_conv="paper", value_residual="paper")
+    return model, [images(32, width) for width in (16, 32, 48, 64)]
+
+
+@pytest.mark.parametrize("name", ["bart", "dinov3"])
+def test_threads_share_a_network(name):
+    model, inputs = threaded(name)
+    call = torch.no_grad()(partial(run, stirred(model, 0.3)))
+    expected = [call(x) for x in inputs]
+    with ThreadPoolExecutor(4) as pool:
+        assert_close(list(pool.map(call, 10 * inputs)), 10 * expected)

@@ -2,16 +2,13 @@
 
 import copy
 import json
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
-from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.testing import assert_close
@@ -24,11 +21,9 @@ from ea_vision.layers.sequence_attention import Chain
 from ea_vision.ops import use_implementation
 from experiments.transformers_models import build, working_inputs
 from tests.layers.oracle import map_conv
-from tests.models.test_across import KINDS
-from tests.models.zoo import idle
-from tests.process import ROOT, python
+from tests.models.zoo import KINDS, idle, stirred
+from tests.process import python
 from tests.refused import refused
-from tests.test_docs import blocks
 
 SMALL = dict(hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=32)
 VISION = dict(SMALL, image_size=32, patch_size=8)
@@ -84,13 +79,16 @@ every = pytest.mark.parametrize("name", ARCHITECTURES)
 
 
 def create(name, **options):
-    """A small network whose parameters all affect the output."""
+    """A small network without dropout, whose parameters all affect the output."""
     torch.manual_seed(0)
     class_name, small = ARCHITECTURES[name]
     model_class = getattr(transformers, class_name)
     model = model_class(model_class.config_class(**{**small, **options})).eval()
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
     return model
 
 
@@ -113,8 +111,16 @@ def inputs_of(name, dtype=torch.float32):
     return {"input_ids": ids}
 
 
-def output(model, name):
-    return model(**inputs_of(name, model.dtype), return_dict=True).last_hidden_state
+def output(model, name, **inputs):
+    return model(**{**inputs_of(name, model.dtype), **inputs}, return_dict=True).last_hidden_state
+
+
+def begun(model, inputs, *args, **options):
+    """Return the evolved model, which begins as the plain one."""
+    evolved = evolve(model, *args, **options)
+    with torch.no_grad():
+        assert_close(evolved(**inputs)[0], model(**inputs)[0], **NEAR)
+    return evolved
 
 
 def kinds_of(name):
@@ -154,27 +160,20 @@ def test_another_implementation_of_attention_is_refused(name):
     assert torch.equal(output(model, name), expected)
 
 
-@torch.no_grad()
 def test_layers_without_an_evolution_keep_the_scale_of_their_model():
     model = create("vit")
     for module in model.modules():
         if hasattr(module, "scaling"):
             module.scaling = 0.9
-    evolved = evolve(model, None, value_residual=True)
-    assert_close(output(evolved, "vit"), output(model, "vit"), **NEAR)
+    begun(model, inputs_of("vit"), None, value_residual=True)
 
 
-@every
-def test_is_saved_with_its_evolution_and_loaded(name, tmp_path):
-    for kind in kinds_of(name):
-        model = stepped(evolve(create(name), kind, value_residual=True), name).eval()
-        model.save_pretrained(tmp_path)
-        loaded = ea_vision.from_pretrained(tmp_path).eval()
-        assert type(loaded) is type(create(name))
-        assert torch.equal(output(loaded, name), output(model, name))
-        assert loaded.config.ea_vision == model.config.ea_vision
-        copied = copy.deepcopy(loaded)
-        assert torch.equal(output(copied, name), output(model, name))
+def reloaded(model, folder):
+    """Save a model, and return a copy of what is loaded."""
+    model.save_pretrained(folder)
+    loaded = ea_vision.from_pretrained(folder)
+    assert loaded.config.ea_vision == model.config.ea_vision
+    return copy.deepcopy(loaded)
 
 
 def edited(folder, change):
@@ -317,108 +316,102 @@ def test_an_adapter_s_base_is_found_by_no_plain_name(tmp_path):
 # ---- against an independent loop over the layers ---------------------------------------------------------------------
 
 
-class OwnLoop:
-    """EA in transformers' unfused attention, layer by layer, by sums over shifted maps.
+REAL = torch.ones(
+    2, 9, dtype=torch.bool
+)  # padding on the left of one sentence, on the right of the other
+REAL[0, :3] = REAL[1, 7:] = False
+
+
+def read(real, causal):
+    """Return (B, 1, T, T), True where neither the query nor the key is padding, nor the key a later one."""
+    pairs = real[:, None, None, :] & real[:, None, :, None]
+    return pairs.tril() if causal else pairs
+
+
+class Loop:
+    """Evolving maps in transformers' unfused attention, layer by layer, by sums over shifted maps.
 
     real: (B, T), True where a token is no padding.
     """
 
-    def __init__(self, evolved, plain, real, form):
+    def __init__(self, evolved, plain, real, causal):
         layers = dict(evolved.named_modules())
         self.evolutions = {}
         for name, module in plain.named_modules():
             if hasattr(layers[name], "maps"):
                 self.evolutions[module] = layers[name].maps.evolution
         self.real = real
-        self.form = form
+        self.causal = causal
         self.previous = None
 
-    def __call__(self, module, query, key, value, mask, scaling=None, position_bias=None, **_):
+    def __call__(self, module, query, key, value, mask, scaling=None, position_bias=0.0, **_):
         groups = query.shape[1] // key.shape[1]
         key = key.repeat_interleave(groups, 1)
         value = value.repeat_interleave(groups, 1)
         logits = query @ key.transpose(-2, -1) * (scaling or query.shape[-1] ** -0.5)
-        if position_bias is not None:
-            logits = logits + position_bias
-        read = self.real[:, None, None, :] & self.real[:, None, :, None]
-        if self.form == "self":
-            read = read & torch.ones_like(read).tril()
+        logits = logits + (0.0 if position_bias is None else position_bias)
         evolution = self.evolutions[module]
-        if evolution is not None:
-            mixed = logits
-            if self.form == "none":
-                mixed = evolution.alpha * self.previous + (1 - evolution.alpha) * logits
-            mixed = mixed * read
-            new = map_conv(mixed, evolution.convs[0]) * read
-            if self.form == "self":  # moved down and to the right by one
-                new = F.pad(new, (1, -1, 1, -1))
-            logits = evolution.beta * new + (1 - evolution.beta) * mixed
+        heads = getattr(evolution, "proj_l", None)
+        if heads is not None:
+            logits = mixed_heads(evolution.proj_l, logits)
+        elif evolution is not None:
+            logits = self.convolved(evolution, logits)
         self.previous = logits
         hidden = ~self.real[:, None, None, :].expand(-1, 1, logits.shape[2], -1)
-        if self.form == "self":
+        if self.causal:
             hidden = hidden | torch.ones_like(hidden).triu(1)
-        weights = logits.masked_fill(hidden, -1e30).softmax(-1)
-        return (weights @ value).transpose(1, 2), None
+        attn = logits.masked_fill(hidden, -1e30).softmax(-1)
+        if heads is not None:
+            attn = mixed_heads(evolution.proj_w, attn).masked_fill(hidden, 0)
+        return (attn @ value).transpose(1, 2), None
+
+    def convolved(self, evolution, logits):
+        if not self.causal:
+            logits = evolution.alpha * self.previous + (1 - evolution.alpha) * logits
+        pairs = read(self.real, self.causal)
+        mixed = logits * pairs
+        new = map_conv(mixed, evolution.convs[0]) * pairs
+        if self.causal:  # moved down and to the right by one
+            new = F.pad(new, (1, -1, 1, -1))
+        return evolution.beta * new + (1 - evolution.beta) * mixed
+
+
+def mixed_heads(linear, maps):
+    return linear(maps.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+lively = partial(stirred, by=0.3)
 
 
 def evolving(name, kind="ea", **options):
     return lively(evolve(create(name), kind, **options))
 
 
-def lively(model):
-    """Give every parameter of the mechanisms a value that matters."""
-    torch.manual_seed(2)
-    for name, parameter in model.named_parameters():
-        if ".maps." in name:
-            parameter.data += 0.3 * torch.randn_like(parameter)
-    return model
-
-
-@pytest.mark.parametrize("name", ["vit", "dinov3", "bert", "t5 encoder", "llama"])
-def test_agrees_with_a_loop_over_unfused_attention(name):
+@pytest.mark.parametrize(
+    "name, kind",
+    [
+        *product(["vit", "dinov3", "bert", "t5 encoder", "llama"], ["ea"]),
+        ("llama", "talking_heads"),
+    ],
+)
+@torch.no_grad()
+def test_agrees_with_a_loop_over_unfused_attention(name, kind):
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     plain = create(name).double()
-    evolved = lively(evolve(plain, "ea"))
-    inputs = inputs_of(name, torch.float64)
-    if "pixel_values" in inputs:
-        tokens = 19 if name == "dinov3" else 17
-    else:
-        tokens = 9
-    real = torch.ones(2, tokens, dtype=torch.bool)
-    if tokens == 9:
-        real[0, :3] = False  # padding on the left of one sentence, on the right of the other
-        real[1, 7:] = False
+    evolved = lively(evolve(plain, kind))
+    inputs = {}
+    real = torch.ones(2, 19 if name == "dinov3" else 17, dtype=torch.bool)
+    if "vocab_size" in ARCHITECTURES[name][1]:
+        real = REAL
         inputs["attention_mask"] = real.long()
-    loop = OwnLoop(evolved, plain, real, "self" if name == "llama" else "none")
-    ALL_ATTENTION_FUNCTIONS.register("own_loop", loop)
-    ALL_MASK_ATTENTION_FUNCTIONS.register("own_loop", ALL_MASK_ATTENTION_FUNCTIONS["eager"])
-    plain.set_attn_implementation("own_loop")
-    ours = evolved(**inputs).last_hidden_state
-    theirs = plain(**inputs).last_hidden_state
-    assert_close(ours[real], theirs[real], **EXACT)
-
-
-class TalkingLoop:
-    """Talking heads in transformers' unfused attention, where the queries are the last tokens of the keys."""
-
-    def __init__(self, evolved, plain):
-        layers = dict(evolved.named_modules())
-        self.evolutions = {module: layers[name] for name, module in plain.named_modules()}
-
-    def __call__(self, module, query, key, value, mask, scaling, **_):
-        groups = query.shape[1] // key.shape[1]
-        keys = key.repeat_interleave(groups, 1)
-        values = value.repeat_interleave(groups, 1)
-        evolution = self.evolutions[module].maps.evolution
-        logits = torch.einsum("bkqd,bknd->bqnk", query * scaling, keys)
-        mixed = evolution.proj_l(logits).permute(0, 3, 1, 2)
-        Q, N = mixed.shape[2:]
-        later = torch.ones(Q, N, dtype=torch.bool).triu(1 + N - Q)
-        attn = mixed.masked_fill(later, -1e30).softmax(-1)
-        attn = evolution.proj_w(attn.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
-        return (attn.masked_fill(later, 0) @ values).transpose(1, 2), None
+    ALL_ATTENTION_FUNCTIONS.register("loop", Loop(evolved, plain, real, name == "llama"))
+    ALL_MASK_ATTENTION_FUNCTIONS.register("loop", ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+    plain.set_attn_implementation("loop")
+    assert_close(
+        output(evolved, name, **inputs)[real], output(plain, name, **inputs)[real], **EXACT
+    )
 
 
 def in_parts(model, ids, cache):
@@ -429,21 +422,25 @@ def in_parts(model, ids, cache):
     return torch.cat(parts, dim=1)
 
 
-@torch.no_grad()
-def test_a_decoder_agrees_with_a_loop_with_and_without_a_cache():
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    plain = create("llama").double()
-    evolved = lively(evolve(plain, "talking_heads"))
-    ALL_ATTENTION_FUNCTIONS.register("talking_loop", TalkingLoop(evolved, plain))
-    plain.set_attn_implementation("talking_loop")
-    ids = inputs_of("llama")["input_ids"]
-    expected = plain(ids).last_hidden_state
-    assert_close(evolved(ids).last_hidden_state, expected, **EXACT)
-    assert_close(in_parts(evolved, ids, transformers.DynamicCache()), expected, **EXACT)
-
-
 # ---- padding, caches, checkpointing, threads, compilation ------------------------------------------------------------
+
+
+def padded_inputs(name, sentence, left, right):
+    """Return a sentence with padding as a model's inputs; in "t5, targets" only a decoder's targets are padded."""
+    padded = F.pad(sentence, (left, right), value=7)
+    mask = F.pad(torch.ones_like(sentence), (left, right))
+    targets = {"decoder_input_ids": padded, "decoder_attention_mask": mask}
+    if name == "t5, targets":
+        return {"input_ids": sentence, **targets}
+    inputs = {"input_ids": padded, "attention_mask": mask}
+    if name == "t5":
+        inputs |= targets
+    elif name == "bart":
+        inputs["decoder_input_ids"] = sentence
+    elif name in ("bert", "llama"):
+        positions = torch.arange(padded.shape[1]) - left
+        inputs["position_ids"] = positions.clamp(min=0)[None]
+    return inputs
 
 
 @pytest.mark.parametrize(
@@ -454,35 +451,17 @@ def test_a_decoder_agrees_with_a_loop_with_and_without_a_cache():
 )
 @torch.no_grad()
 def test_results_do_not_depend_on_the_amount_of_padding(name, kind):
-    whole_source = name == "t5, targets"
-    name = name.split(",")[0]
-    if kind not in kinds_of(name):
+    family = name.removesuffix(", targets")
+    if kind not in kinds_of(family):
         pytest.skip(f"{kind} has no causal form")
-    model = evolving(name, kind, value_residual=True).double()
+    model = evolving(family, kind, value_residual=True).double()
     sentence = torch.randint(3, 50, (1, 6))
-    expected = None
-    for left, right in [(0, 0), (0, 2), (0, 7), (1, 0), (5, 0), (3, 4)]:
+    expected = model(**padded_inputs(name, sentence, 0, 0)).last_hidden_state
+    for left, right in [(0, 2), (0, 7), (1, 0), (5, 0), (3, 4)]:
         if left and name in ("distilbert", "bart"):
             continue  # a sentence moved to the right has other absolute positions
-        padding = F.pad(sentence, (left, right), value=7)
-        inputs = {"input_ids": padding}
-        inputs["attention_mask"] = F.pad(torch.ones(1, 6).long(), (left, right))
-        if name in ("bert", "llama"):
-            positions = torch.arange(left + 6 + right) - left
-            inputs["position_ids"] = positions.clamp(min=0)[None]
-        if name == "t5":  # padded sources, and targets
-            inputs["decoder_input_ids"] = padding
-            inputs["decoder_attention_mask"] = inputs["attention_mask"]
-        if whole_source:
-            inputs["input_ids"] = sentence
-            del inputs["attention_mask"]
-        if name == "bart":
-            inputs["decoder_input_ids"] = sentence
-        result = model(**inputs).last_hidden_state
-        if name != "bart":
-            result = result[:, left : left + 6]
-        expected = result if expected is None else expected
-        assert_close(result, expected, **EXACT)
+        result = model(**padded_inputs(name, sentence, left, right)).last_hidden_state
+        assert_close(result[:, left : left + 6], expected, **EXACT)
 
 
 def language_model(name):
@@ -519,13 +498,14 @@ def test_generates_with_a_cache_what_it_generates_without(name, kind):
 @pytest.mark.parametrize("kind", ["residual", "talking_heads", "xsa", "gated"])
 @pytest.mark.parametrize("name", ["llama", "gpt neox"])
 @torch.no_grad()
-def test_a_cache_of_fixed_size_changes_nothing(name, kind):
+def test_a_cache_changes_nothing(name, kind):
     """A static cache has room for future tokens in its keys and values."""
     model = lively(evolve(language_model(name), kind, value_residual=True))
     ids = inputs_of("llama")["input_ids"]
     expected = model(ids, use_cache=False).logits
-    cache = transformers.StaticCache(model.config, max_cache_len=16)
-    assert_close(in_parts(model, ids, cache), expected, **EXACT)
+    static = transformers.StaticCache(model.config, max_cache_len=16)
+    for cache in (transformers.DynamicCache(), static):
+        assert_close(in_parts(model, ids, cache), expected, **EXACT)
 
 
 def test_layers_that_read_another_s_keys_see_all_that_are_written():
@@ -556,9 +536,6 @@ def test_ea_decodes_without_a_cache_and_refuses_one(name):
 @pytest.mark.parametrize("kind", ["ea", "talking_heads"])
 def test_gradient_checkpointing_changes_nothing(name, kind):
     model = evolving(name, kind, value_residual=True).double().train()
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
     parameters = list(model.parameters())
 
     def gradients():
@@ -575,17 +552,6 @@ def test_checkpointing_that_loses_the_chain_is_refused():
     model.gradient_checkpointing_enable({"use_reentrant": True})
     with refused("use_reentrant", ValueError):
         (output(model, "vit") ** 2).sum().backward()
-
-
-@torch.no_grad()
-def test_threads_do_not_share_state():
-    model = evolving("bart")
-    batches = [torch.randint(3, 50, (2, length)) for length in (5, 9, 12, 7)]
-    expected = [model(input_ids=ids).last_hidden_state for ids in batches]
-    with ThreadPoolExecutor(4) as pool:
-        outputs = list(pool.map(lambda ids: model(input_ids=ids), 4 * batches))
-    together = [each.last_hidden_state for each in outputs]
-    assert_close(together, 4 * expected)
 
 
 @pytest.mark.slow
@@ -614,12 +580,12 @@ def sizes_of(name):
 @torch.no_grad()
 def test_forwards_of_two_sizes_follow_one_another(name):
     model = create(name)
-    inputs = [*sizes_of(name), *sizes_of(name)]
-    expected = [model(**each).last_hidden_state for each in inputs]
+    inputs = 2 * sizes_of(name)
+    expected = [model(**each)[0] for each in inputs]
     for kind in kinds_of(name):
         evolved = evolve(model, kind)
         for each, state in zip(inputs, expected, strict=True):
-            assert_close(evolved(**each).last_hidden_state, state, **NEAR)
+            assert_close(evolved(**each)[0], state, **NEAR)
 
 
 def siglip2():
@@ -639,16 +605,12 @@ def siglip2():
     return model, inputs
 
 
-@torch.no_grad()
 def test_a_mechanism_s_convolution_is_no_patch_embedding():
     """The patches of SigLIP 2 are embedded by no Conv2d."""
     model, inputs = siglip2()
-    expected = [model(**each)[0] for each in inputs]
     for kind in ("ea", "pa", "residual"):
-        evolved = evolve(model, kind)
-        for _ in range(2):
-            for each, state in zip(inputs, expected, strict=True):
-                assert_close(evolved(**each)[0], state, **NEAR)
+        for each in inputs:
+            begun(model, each, kind)
 
 
 @torch.no_grad()
@@ -660,12 +622,9 @@ def test_layers_with_a_configuration_of_their_own_evolve(tmp_path):
     plain = transformers.CLIPSegForImageSegmentation(config).eval()
     ids = torch.randint(3, 50, (2, 9))
     inputs = {"input_ids": ids, "pixel_values": torch.randn(2, 3, 32, 32)}
-    expected = plain(**inputs).logits
-    evolved = evolve(plain, "ea")
-    assert_close(evolved(**inputs).logits, expected, **NEAR)
-    assert torch.equal(unevolve(evolved)(**inputs).logits, expected)
-    lively(evolved).save_pretrained(tmp_path)
-    again = ea_vision.from_pretrained(tmp_path)
+    evolved = begun(plain, inputs, "ea")
+    assert torch.equal(unevolve(evolved)(**inputs).logits, plain(**inputs).logits)
+    again = reloaded(lively(evolved), tmp_path)
     assert torch.equal(again(**inputs).logits, evolved(**inputs).logits)
 
 
@@ -674,35 +633,27 @@ def test_layers_with_a_configuration_of_their_own_evolve(tmp_path):
 )
 def test_grids_are_found_behind_prefix_tokens(name, prefix):
     model = create(name)
-    images = torch.randn(2, 3, 24, 40)
-    how = {} if "dino" in name else {"interpolate_pos_encoding": True}
-    expected = model(images, **how).last_hidden_state
-    evolved = evolve(model, "conv2d", token_conv=True, prefix="pass")
-    assert_close(evolved(images, **how).last_hidden_state, expected, **NEAR)
+    _, inputs = sizes_of(name)
+    evolved = begun(model, inputs, "conv2d", token_conv=True, prefix="pass")
     mechanisms = [m for m in evolved.modules() if hasattr(m, "num_prefix_tokens")]
     assert {m.num_prefix_tokens for m in mechanisms} == {prefix}
     conv = next(m for m in mechanisms if isinstance(m, TokenConv))
-    lively(evolved)
     sizes = []
     conv.register_forward_hook(lambda _, args, result: sizes.append(args[1]))
-    evolved(images, **how)
+    lively(evolved)(**inputs)
     assert sizes == [(3, 5)]
     back = unevolve(evolve(model, None, token_conv=True))
     assert torch.equal(output(back, name), output(model, name))
 
 
-@pytest.mark.parametrize(
-    "name, layers, chained", [("vit", 3, 2), ("bert", 3, 2), ("llama", 3, 2), ("t5", 9, 6)]
-)
+@pytest.mark.parametrize("name, layers, chained", [("vit", 3, 2), ("bert", 3, 2), ("t5", 9, 6)])
 @torch.no_grad()
-def test_its_maps_are_recorded_with_their_parts(name, layers, chained):
+def test_its_maps_are_recorded_with_those_before(name, layers, chained):
     model = evolving(name)
-    parts = ("attn", "logits", "self_logits", "prev_logits")
-    with record_attention(model, parts=parts) as maps:
+    with record_attention(model, parts=("attn", "prev_logits")) as maps:
         output(model, name)
-    previous = [getattr(layer, "prev_logits", None) for layer in maps.values()]
-    assert len(previous) == layers
-    assert len([each for each in previous if each is not None]) == chained
+    assert len(maps) == layers
+    assert sum(layer.prev_logits is not None for layer in maps.values()) == chained
     for layer in maps.values():
         assert_close(layer.attn.sum(-1), torch.ones_like(layer.attn[..., 0]))
 
@@ -710,30 +661,23 @@ def test_its_maps_are_recorded_with_their_parts(name, layers, chained):
 @pytest.mark.parametrize("name", ["bert", "llama"])
 @torch.no_grad()
 def test_recorded_parts_of_padded_sentences_are_what_the_layer_used(name):
-    real = torch.ones(2, 9, dtype=torch.bool)
-    real[0, :3] = real[1, 7:] = False
-    inputs = dict(inputs_of(name), attention_mask=real.long())
+    mask = {"attention_mask": REAL.long()}
     model = evolving(name).double()
     parts = ("logits", "self_logits", "prev_logits", "conv_logits")
     with record_attention(model, layers=[2, 3], parts=parts) as maps:
-        model(**inputs)
-    read = real[:, None, None, :] & real[:, None, :, None]
-    if name == "llama":
-        read = read & torch.ones_like(read).tril()
-    read = read.expand(-1, 4, -1, -1)
+        output(model, name, **mask)
+    pairs = read(REAL, name == "llama").expand(-1, 4, -1, -1)
     evolutions = [each for each in model.modules() if isinstance(each, Evolution)]
     for number, evolution in zip((2, 3), evolutions, strict=True):
         layer = maps[number]
         mixed = evolution.alpha * layer.prev_logits + (1 - evolution.alpha) * layer.self_logits
         evolved = evolution.beta * layer.conv_logits + (1 - evolution.beta) * mixed
-        assert_close(layer.logits[read], evolved[read], **EXACT)
+        assert_close(layer.logits[pairs], evolved[pairs], **EXACT)
     model = evolving(name, "talking_heads").double()
     with record_attention(model, layers=2, parts="softmax") as maps:
-        model(**inputs)
-    probabilities = maps[2]["softmax"]
-    hidden = ~real[:, None, None, :].expand(-1, 4, 9, -1)
-    rows = real[:, None, :, None].expand(-1, 4, -1, 9)
-    assert not probabilities[hidden & rows].any()
+        output(model, name, **mask)
+    to_padding = (REAL[:, :, None] & ~REAL[:, None, :])[:, None].expand(-1, 4, -1, -1)
+    assert not maps[2]["softmax"][to_padding].any()
 
 
 # ---- the tools around them -------------------------------------------------------------------------------------------
@@ -755,16 +699,15 @@ def sentences(count):
 def test_blocks_with_hooks_of_accelerate_run_their_mechanisms():
     hooks = pytest.importorskip("accelerate.hooks", reason="accelerate is not installed")
     mechanisms = dict(kind="conv2d", start="paper", token_conv="paper")
-    expected = evolve(create("vit"), **mechanisms).eval()
+    expected = evolve(create("vit"), **mechanisms)
     plain = create("vit")
     for block in plain.modules():
         if type(block).__name__ == "ViTLayer":
             hooks.add_hook_to_module(block, hooks.AlignDevicesHook(execution_device="cpu"))
-    model = evolve(plain, **mechanisms).eval()
+    model = evolve(plain, **mechanisms)
     model.load_state_dict(expected.state_dict())
-    inputs = inputs_of("vit")
-    assert torch.equal(model(**inputs)[0], expected(**inputs)[0])
-    assert torch.equal(unevolve(evolve(plain))(**inputs)[0], create("vit")(**inputs)[0])
+    assert torch.equal(output(model, "vit"), output(expected, "vit"))
+    assert torch.equal(output(unevolve(evolve(plain)), "vit"), output(create("vit"), "vit"))
 
 
 @pytest.mark.parametrize("kind", ["ea", "mta", "xsa"])
@@ -796,8 +739,7 @@ def test_evolve_never_moves_weights_whatever_implementation_is_forced():
     linear.weight = Quantised(linear.weight.data, requires_grad=False)
     with use_implementation("cpu"):
         evolving = evolve(model, "ea")
-    inputs = inputs_of("vit")
-    assert_close(evolving(**inputs)[0], model(**inputs)[0])
+    assert_close(output(evolving, "vit"), output(model, "vit"))
 
 
 def test_trains_with_trainer(tmp_path):
@@ -879,15 +821,12 @@ def test_masks_that_a_kind_cannot_take_are_refused():
 @torch.no_grad()
 def test_masks_hide_padding_by_any_number(kind, number):
     model = evolving("bert", kind).double()
-    inputs = inputs_of("bert")
-    real = torch.ones(2, 9, dtype=torch.bool)
-    real[0, 6:] = False
-    expected = model(**inputs, attention_mask=real.long()).last_hidden_state
-    mask = real[:, None, None, :].expand(-1, 1, 9, -1)
+    expected = output(model, "bert", attention_mask=REAL.long())
+    mask = REAL[:, None, None, :].expand(-1, 1, 9, -1)
     if number is not True:
         mask = torch.zeros(2, 1, 9, 9, dtype=torch.float64).masked_fill(~mask, number)
-    result = model(**inputs, attention_mask=mask).last_hidden_state
-    assert_close(result[real], expected[real], **EXACT)
+    result = output(model, "bert", attention_mask=mask)
+    assert_close(result[REAL], expected[REAL], **EXACT)
 
 
 @torch.no_grad()
@@ -898,11 +837,9 @@ def test_tokens_that_form_no_grid_are_for_kinds_that_need_none(name):
     inputs = working_inputs(model)[0]
     if name == "vit_mae":
         inputs["noise"] = torch.rand(len(inputs["pixel_values"]), 16)
-    expected = model(**inputs).last_hidden_state
     for kind in (None, "residual", "talking_heads", "xsa", "gated"):
-        evolved = evolve(model, kind, value_residual=True)
-        assert_close(evolved(**inputs).last_hidden_state, expected, **NEAR)
-        assert not torch.equal(lively(evolved)(**inputs).last_hidden_state, expected)
+        evolved = begun(model, inputs, kind, value_residual=True)
+        assert not torch.equal(lively(evolved)(**inputs)[0], model(**inputs)[0])
     for kind, token_conv in (("ea", False), ("conv2d", False), (None, True)):
         with refused("a grid of 4x4 patches required, got", ValueError):
             evolve(model, kind, token_conv=token_conv)(**inputs)
@@ -918,23 +855,18 @@ def pyramid(depths, heads):
 def test_a_chain_begins_anew_where_there_are_other_heads_or_another_stage(heads):
     """Stages have maps of different sizes, also those with equally many heads."""
     model = pyramid([2, 2, 1, 1], heads)
-    evolved = evolve(model, "ea")
     images = torch.randn(1, 3, 64, 64)
-    expected = model(images).last_hidden_state
-    assert_close(evolved(images).last_hidden_state, expected, **NEAR)
+    evolved = begun(model, {"pixel_values": images}, "ea")
     evolutions = [each for each in evolved.modules() if isinstance(each, Evolution)]
     assert [each.convs[0].in_channels for each in evolutions] == heads[:2]
-    assert not torch.equal(lively(evolved)(images).last_hidden_state, expected)
-    assert torch.equal(unevolve(evolve(model))(images).last_hidden_state, expected)
+    expected = model(images)[0]
+    assert not torch.equal(lively(evolved)(images)[0], expected)
+    assert torch.equal(unevolve(evolve(model))(images)[0], expected)
 
 
-@torch.no_grad()
 def test_causal_layers_without_their_mask_take_what_needs_none():
     """AIMv2's text tower reads later tokens where it gets no mask."""
-    model = model_of("Aimv2Text", **TEXT)
-    words = torch.randint(3, 50, (2, 9))
-    evolved = evolve(model, "residual")
-    assert_close(evolved(words)[0], model(words)[0], **NEAR)
+    begun(model_of("Aimv2Text", **TEXT), inputs_of("bert"), "residual")
 
 
 @pytest.mark.parametrize("family", ["PegasusX", "BigBirdPegasus"])
@@ -943,15 +875,12 @@ def test_a_decoder_is_causal_by_the_mask_that_it_builds(family):
     """These build a mask for cross-attention beside the causal one."""
     model = model_of(family, **SEQ2SEQ, block_size=8)
     words = torch.randint(3, 50, (2, 16))
-    expected = model(words, decoder_input_ids=words[:, :7]).last_hidden_state
-    evolved = evolve(model, "ea")
-    got = evolved(words, decoder_input_ids=words[:, :7], use_cache=False).last_hidden_state
-    assert_close(got, expected, **NEAR)
-    lively(evolved)
+    inputs = {"input_ids": words, "decoder_input_ids": words[:, :7].clone(), "use_cache": False}
+    evolved = lively(begun(model, inputs, "ea"))
     results = []
     for last in (5, 9):
-        targets = torch.cat([words[:, :6], torch.full((2, 1), last)], dim=1)
-        results.append(evolved(words, decoder_input_ids=targets, use_cache=False).last_hidden_state)
+        inputs["decoder_input_ids"][:, 6] = last
+        results.append(evolved(**inputs)[0])
     assert torch.equal(results[0][:, :6], results[1][:, :6])
     assert not torch.equal(results[0], results[1])
 
@@ -1060,10 +989,7 @@ def test_what_did_not_evolve_does_not_go_back(tmp_path):
 def test_what_would_be_refused_evolves_where_it_is_off():
     evolve(create("t5"), "ea", start="paper")
     plain = model_of("Gemma2", **LLAMA, head_dim=8, attn_logit_softcapping=None)
-    words = torch.arange(1, 9)[None]
-    expected = plain(words, use_cache=False).last_hidden_state
-    got = evolve(plain, "residual")(words, use_cache=False).last_hidden_state
-    assert_close(got, expected)
+    begun(plain, {"input_ids": torch.arange(1, 9)[None], "use_cache": False}, "residual")
 
 
 def test_everything_else_works_without_transformers():
@@ -1077,31 +1003,3 @@ def test_everything_else_works_without_transformers():
     )
     done = python("-c", code)
     assert "cannot evolve" in done.stdout, done.stderr
-
-
-@pytest.mark.parametrize("which", [0, 1])
-def test_the_page_s_snippets_run(which, tmp_path, monkeypatch):
-    """The snippets of docs/transformers.md, with random weights in place of downloads."""
-
-    class Tokenizer:
-        def __call__(self, sentences, **_):
-            ids = [torch.arange(3, 3 + len(sentence.split())) for sentence in sentences]
-            padded = nn.utils.rnn.pad_sequence(ids, batch_first=True)
-            return {"input_ids": padded, "attention_mask": (padded > 0).long()}
-
-    loaded = {
-        "AutoImageProcessor": transformers.ViTImageProcessor(size={"height": 32, "width": 32}),
-        "AutoModel": create("dinov3"),
-        "AutoTokenizer": Tokenizer(),
-        "AutoModelForSequenceClassification": classifier(),
-    }
-    for name, found in loaded.items():
-        load = mock.Mock(return_value=found)
-        monkeypatch.setattr(getattr(transformers, name), "from_pretrained", load)
-    monkeypatch.chdir(tmp_path)
-    page = blocks(ROOT / "docs" / "transformers.md", "python")
-    block = [block for block in page if "from transformers import Auto" in block][which]
-    Image.new("RGB", (40, 40), (90, 140, 220)).save("photo.jpg")
-    space = {}
-    exec(compile(block, "transformers.md", "exec"), space)
-    assert any(".maps." in key for key in space["model"].state_dict())

@@ -81,58 +81,52 @@ def test_attention_alone_runs_and_takes_what_fits_of_a_timm_resnet():
     assert not model.load_state_dict(state).missing_keys
 
 
-def test_the_ea_authors_share_has_the_published_size():
-    model = on_meta("aa_resnet50", qk_ratio=0.25, v_ratio=0.125, min_head_qk=None)
-    assert count(model) / 1e6 == pytest.approx(24.96, abs=0.01)
+@pytest.mark.parametrize(
+    "name, options, millions, near",
+    [
+        # the share of the EA authors
+        ("aa_resnet50", dict(qk_ratio=0.25, v_ratio=0.125, min_head_qk=None), 24.96, 0.01),
+        # 13 layers, as in the AA paper
+        ("aa_resnet34", dict(augment="first", v_ratio=0.25, min_head_qk=20), 20.751, 0.0005),
+    ],
+)
+def test_other_configurations_have_the_published_size(name, options, millions, near):
+    assert count(on_meta(name, **options)) / 1e6 == pytest.approx(millions, abs=near)
 
 
 def test_the_aa_papers_resnet34_has_13_layers():
-    model = on_meta("aa_resnet34", augment="first", v_ratio=0.25, min_head_qk=20)
-    evolving = layers_of(on_meta("ea_aa_resnet34", augment="first"))
-    assert count(model) == pytest.approx(20_751_000, abs=500)
+    model = lively("aa_resnet34", augment="first")
     assert [type(block.conv2) is torch.nn.Conv2d for block in model.layer3] == [True] * 6
     assert len(layers_of(model)) == 13
-    assert [i for i, layer in enumerate(evolving) if layer.evolution is None] == [0, 10]
-    model = lively("aa_resnet34", augment="first")
     give_gradients(model, torch.randn(2, 3, 64, 64))
     assert idle(model) == []
 
 
-@torch.no_grad()
 @pytest.mark.parametrize(
-    "name, layers, starts", [("ea_aa_resnet34", 23, [0, 18]), ("ea_aa_resnet50", 10, [0, 8])]
-)
-def test_convolutions_with_a_stride_can_stay_plain(name, layers, starts):
-    model = on_meta(name, augment_strided=False)
-    assert len(layers_of(model)) == layers
-    assert all(layer.stride == 1 for layer in layers_of(model))
-    begin_a_chain = [n for n, layer in enumerate(layers_of(model)) if layer.evolution is None]
-    assert begin_a_chain == starts
-    model = lively(name, augment_strided=False, num_classes=3).eval()
-    y = model(torch.randn(1, 3, 64, 64))
-    assert y.isfinite().all()
-
-
-@pytest.mark.parametrize(
-    "name,chains",
+    "name, options, chains",
     [
-        ("ea_aa_resnet34", [20, 6]),
-        ("ea_aa_resnet50", [10, 3]),
-        ("ea_aa_resnet101", [27, 3]),
-        ("ea_aa_resnet152", [44, 3]),
-        ("ea_aa_mnasnet_100", [3, 1, 6, 3]),
-        ("ea_aa_wrn28_10_cifar", [4, 4, 4]),
-        ("ea_conv_transformer_cifar", [3, 3]),
+        ("ea_aa_resnet34", {}, [20, 6]),
+        ("ea_aa_resnet34", {"augment": "first"}, [10, 3]),
+        ("ea_aa_resnet34", {"augment_strided": False}, [18, 5]),
+        ("ea_aa_resnet50", {}, [10, 3]),
+        ("ea_aa_resnet50", {"augment_strided": False}, [8, 2]),
+        ("ea_aa_resnet101", {}, [27, 3]),
+        ("ea_aa_resnet152", {}, [44, 3]),
+        ("ea_aa_mnasnet_100", {}, [3, 1, 6, 3]),
+        ("ea_aa_wrn28_10_cifar", {}, [4, 4, 4]),
+        ("ea_conv_transformer_cifar", {}, [3, 3]),
     ],
 )
-def test_chains_restart_where_the_map_changes(name, chains):
-    positions = []
-    for layer in layers_of(OUTLINES[name]):
+def test_chains_restart_where_the_map_changes(name, options, chains):
+    layers = layers_of(on_meta(name, **options))
+    sizes = []
+    for layer in layers:
         if layer.evolution is None:
-            positions.append([])
-        positions[-1].append(layer.feat_size)
-    assert [len(chain) for chain in positions] == chains
-    assert all(len(set(chain)) == 1 for chain in positions)
+            sizes.append([])
+        sizes[-1].append(layer.feat_size)
+    assert [len(chain) for chain in sizes] == chains
+    assert all(len(set(chain)) == 1 for chain in sizes)
+    assert "augment_strided" not in options or {layer.stride for layer in layers} == {1}
 
 
 def evolutions_of(model):

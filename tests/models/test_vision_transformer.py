@@ -1,6 +1,5 @@
 """Evolving vision transformers: equal to timm's at the start, learning after one step, with timm's interfaces."""
 
-import copy
 import inspect
 import logging
 from itertools import product
@@ -17,12 +16,18 @@ import ea_vision
 import ea_vision.ops as ops
 from ea_vision.layers import evolution_class, learnable_gates
 from ea_vision.models import get_network, list_networks
-from tests.models.zoo import TINY, assert_compiles_and_exports, groups_of, idle, images, stepped
-from tests.refused import refused
+from tests.models.zoo import (
+    KINDS,
+    TINY,
+    assert_compiles_and_exports,
+    groups_of,
+    idle,
+    images,
+    stepped,
+)
 
 NAMES = list_networks("vision_transformer")
 # what older timm lacks
-HAS_CAUSAL = "is_causal" in inspect.signature(VisionTransformer.forward).parameters
 RESETS = "needs_reset" in inspect.signature(VisionTransformer.init_weights).parameters
 needs_attn_layer = pytest.mark.skipif(
     "attn_layer" not in inspect.signature(VisionTransformer).parameters,
@@ -135,7 +140,8 @@ EXACT = [  # timm's names of many families, made small where the names allow it
 
 
 @pytest.mark.parametrize(
-    "kind, name, options", [*[("ea", *each) for each in EXACT], ("pa", *EXACT[0])]
+    "kind, name, options",
+    [*[("ea", *each) for each in EXACT], *[(kind, *EXACT[0]) for kind in KINDS[1:]]],
 )
 def test_evolve_is_exact_in_many_families(kind, name, options):
     timms = tiny(name, **options)
@@ -147,6 +153,8 @@ def test_evolve_is_exact_in_many_families(kind, name, options):
     if "dynamic_img_size" in options:
         assert_same_function(evolving, timms, images(40, 64))
     assert not evolving.training
+    first = evolving.blocks[0].attn.evolution
+    assert (first is None) == evolution_class(kind).reads_previous
 
 
 @pytest.mark.parametrize(
@@ -234,34 +242,6 @@ def test_evolve_takes_gates_and_layers(keyword):
     assert (last.alpha, last.beta) == (0.2, 0.1)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize(
-    "options", [dict(alpha=0.4, beta=0.7), dict(evolution="pa", alpha=0.4, num_layers=2)]
-)
-def test_prefix_tokens_pass_the_convolution(options):
-    model = tiny(prefix="pass", class_token=True, reg_tokens=2, **options)
-    evolution = model.blocks[1].attn.evolution
-    whole = copy.deepcopy(evolution)
-    whole.num_prefix_tokens = 0
-    logits, prev = torch.randn(2, 2, 3, 12, 12)
-    expected = 0.4 * prev + 0.6 * logits
-    expected[:, :, 3:, 3:] = whole(logits[:, :, 3:, 3:], prev[:, :, 3:, 3:])
-    assert_close(evolution(logits, prev), expected)
-    assert not torch.allclose(whole(logits, prev), expected)
-    q, k, v = torch.randn(3, 2, 3, 12, 4)
-    _, by_operator = ops.evolving_attention(q, k, v, **evolution.operands(prev))
-    assert_close(by_operator, evolution(q @ k.transpose(-2, -1) / 2, prev))
-
-
-def chosen(caplog, monkeypatch, model):
-    """Return what the log says about the implementations that a forward used; its private store would say it once."""
-    monkeypatch.setattr(ops, "_logged", set())
-    caplog.clear()
-    with caplog.at_level(logging.INFO, logger="ea_vision.ops"):
-        model(images())
-    return [record.message.partition(" by ")[2] for record in caplog.records]
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -272,15 +252,18 @@ def chosen(caplog, monkeypatch, model):
         dict(prefix="pass"),
     ],
 )
-def test_the_kernel_takes_every_form_and_the_log_says_so(options, caplog, monkeypatch):
+def test_the_kernel_takes_every_form_and_the_log_says_so(options, caplog):
     model = tiny(**options)
-    assert chosen(caplog, monkeypatch, model) == ["'cpu'"]
-    with torch.no_grad():
-        assert chosen(caplog, monkeypatch, model) == ["'cpu'"]
-    for name, parameter in model.named_parameters():
-        if ".evolution." in name:
-            parameter.requires_grad_(False)
-    assert chosen(caplog, monkeypatch, model) == ["'cpu'"]
+    with caplog.at_level(logging.INFO, logger="ea_vision.ops"):
+        model(images())
+    assert [message.partition(" by ")[2] for message in caplog.messages] == ["'cpu'"]
+    with ops.use_implementation("cpu"):  # or this is refused
+        with torch.no_grad():
+            model(images())
+        for name, parameter in model.named_parameters():
+            if ".evolution." in name:
+                parameter.requires_grad_(False)
+        model(images())
 
 
 def test_compiles_in_one_graph_and_exports_with_any_batch_size():
@@ -295,17 +278,6 @@ def test_layer_decay_and_weight_decay_are_timms():
     for block in model.blocks[1:]:
         for p in block.attn.evolution.parameters():
             assert group_of[p]["weight_decay"] == (0.05 if p.ndim == 4 else 0.0)
-
-
-def test_masks_are_refused():
-    model = tiny()
-    with refused("take no mask", ValueError):
-        model(images(), attn_mask=torch.ones(17, 17))
-    if HAS_CAUSAL:
-        with refused("take no mask", ValueError):
-            model.forward_intermediates(images(), is_causal=True)
-        with refused("take no mask", ValueError):
-            model(images(), is_causal=True)
 
 
 def pretrained(path, name="ea_vit_tiny_patch16_224", **options):

@@ -19,6 +19,7 @@ ALL = bool(os.environ.get("EA_VISION_TEST_ALL"))
 # vision transformers have a file of their own
 EVERY = [name for name in list_networks() if name not in list_networks("vision_transformer")]
 CIFAR = list_networks("conv_transformer")
+KINDS = "ea pa residual talking_heads reattention refiner mta conv2d xsa gated".split()
 # a ViT of 4x4 patches
 TINY = dict(img_size=32, patch_size=8, embed_dim=48, depth=3, num_heads=3, num_classes=5)
 SHRUNK = {  # keywords by family
@@ -88,6 +89,16 @@ def woken(model):
             torch.nn.init.normal_(module.fc.weight, std=0.01)
         elif isinstance(module, AugmentedConv2d) and not module.proj.weight.any():
             torch.nn.init.normal_(module.proj.weight, std=0.1)
+    return model
+
+
+@torch.no_grad()
+def stirred(model, by=0.1):
+    """Move every parameter of a network's mechanisms away from its start."""
+    torch.manual_seed(2)
+    for name, parameter in model.named_parameters():
+        if any(part in name for part in ("evolution", "value_residual", "token_conv")):
+            parameter += by * torch.randn_like(parameter)
     return model
 
 

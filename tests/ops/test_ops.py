@@ -89,6 +89,12 @@ def test_cpu_kernel(case):
         check("cpu", **case | {"need_logits": need_logits})
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_windows_in_half_precision(dtype):
+    options = dict(window=3, head_window=3, need_logits=False)
+    check("reference", "aa", (6, 6), K=4, D=8, E=8, B=2, dtype=dtype, **options)
+
+
 def test_a_number_beside_a_gate_that_learns():
     tensors = problem("ea", (4, 5), gates="one")
     for other in ("alpha", "beta"):
@@ -288,10 +294,9 @@ def compiler_with(folder, *flags):
     return compiler(folder, f'exec {cc} "$@" {shlex.join(flags)}')
 
 
-def reason_against(**other):
-    """Return the reason why the C kernel cannot run a 3x4 problem with these tensors; None if it can."""
-    tensors = {**EA_PROBLEM, **other}
-    return cpu.Cpu().reason_against(Problem(**tensors, feat_size=(3, 4)).checked())
+def reason_against():
+    """Return the reason why the C kernel cannot run a 3x4 problem; None if it can."""
+    return cpu.Cpu().reason_against(Problem(**EA_PROBLEM, feat_size=(3, 4)).checked())
 
 
 def load_library(_):
@@ -492,8 +497,10 @@ def test_implementation_can_be_forced_by_argument_by_context_and_by_environment(
 
 
 FEW_KEYS = dict(AA_PROBLEM, k=AA_PROBLEM["k"][:, :, :4], v=AA_PROBLEM["v"][:, :, :4])
+QKV = {name: AA_PROBLEM[name] for name in "qkv"}
 NO_TABLES = {name: FEW_KEYS[name] for name in "qkv"}
 CANNOT = "cannot run this: it"
+LOCAL = {"window": 3, "need_logits": False}
 WRONG_SHAPES = [
     ("prev_logits", EA_PROBLEM["prev_logits"][:1]),
     ("weight", EA_PROBLEM["weight"][:, :7]),
@@ -518,9 +525,26 @@ WRONG_SHAPES = [
             f"'cpu' {CANNOT} needs float32 or bfloat16, got torch.float64",
         ),
         (
+            {**EA_PROBLEM, "q": EA_PROBLEM["q"].bfloat16()},
+            {"implementation": "cpu"},
+            f"'cpu' {CANNOT} needs q, k and v of one dtype, got torch.bfloat16, torch.float32",
+        ),
+        (
             NO_TABLES,
             {"implementation": "cpu"},
             f"'cpu' {CANNOT} needs as many keys as queries, got 4 and 12",
+        ),
+        (QKV, {"implementation": "sdpa"}, f"'sdpa' {CANNOT} does not return logits"),
+        (QKV, {"implementation": "sdpa", **LOCAL}, f"'sdpa' {CANNOT} has no windows"),
+        (
+            QKV,
+            {"implementation": "cpu", "head_window": 3, **LOCAL},
+            f"'cpu' {CANNOT} has no windows of heads",
+        ),
+        (
+            {**QKV, "prev_logits": EA_PROBLEM["prev_logits"]},
+            {"head_window": 3, **LOCAL},
+            "head_window must be 1 where maps evolve",
         ),
         (FEW_KEYS, {}, "need as many keys as queries .* got 4 keys and 12 queries"),
         (
@@ -590,18 +614,14 @@ def test_maps_of_more_than_2500_pixels_are_logged_once(said):
     assert line.startswith(start)
 
 
-def test_what_the_kernel_would_misread_goes_elsewhere_or_is_an_error():
+def test_no_images_and_convolutions_without_a_use():
     tensors = dict(EA_PROBLEM)
-    reason = reason_against(q=tensors["q"].bfloat16())
-    assert "it needs q, k and v of one dtype, got torch.bfloat16, torch.float32" in reason
     results = outputs_and_gradients(some_images(tensors, 0), feat_size=(3, 4))
     assert results["out"].shape == (0, 8, 12, 3)
     assert not results["weight"].any()
     # attention that does not evolve has no use for a convolution
     del tensors["prev_logits"]
-    computed = outputs_and_gradients(tensors, feat_size=(3, 4), implementation="cpu")
-    expected = outputs_and_gradients(tensors, feat_size=(3, 4), implementation="reference")
-    assert_close(computed, expected)
+    computed = assert_as_reference(tensors, feat_size=(3, 4))
     assert not computed["weight"].any()
     assert computed["q"].any()
 
@@ -694,22 +714,13 @@ def test_forward_derivatives_and_transforms_are_the_references(name):
             forward(x)
 
 
-@pytest.mark.parametrize("kind", ["aa", "ea", "pa"])
-def test_fewer_keys_than_queries(kind):
-    """Keys and values that the network has pooled: maps (B, K, N, M)."""
-    shapes = [(2, 3, 6, 5), (2, 3, 4, 5), (2, 3, 4, 2), (2, 3, 6, 4), (3, 3, 3, 3), (3,)]
-    q, k, v, prev, weight, bias = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
-    logits = q @ k.mT / 5**0.5
-    further = {} if kind == "aa" else {"prev_logits": prev, "weight": weight, "bias": bias}
-    if kind == "ea":
-        mixed = 0.3 * prev + 0.7 * logits
-        logits = 0.6 * F.conv2d(mixed, weight, bias, padding=1).relu() + 0.4 * mixed
-    elif kind == "pa":
-        logits = 0.3 * F.conv2d(prev, weight, bias, padding=1).relu() + 0.7 * logits
-    out, made = evolving_attention(q, k, v, **further, alpha=0.3, beta=0.6, predict=kind == "pa")
-    assert_close((out, made), (logits.softmax(-1) @ v, logits))
-    if kind == "aa":
-        assert_close(evolving_attention(q, k, v, need_logits=False, implementation="sdpa")[0], out)
+@pytest.mark.parametrize("implementation", ["reference", "sdpa"])
+def test_fewer_keys_than_queries(implementation):
+    """Keys and values that the network has pooled; tests/layers has maps (B, K, N, M) that evolve."""
+    q = torch.randn(2, 3, 6, 4, dtype=torch.float64)
+    k, v = torch.randn(2, 2, 3, 4, 4, dtype=torch.float64)
+    out, _ = evolving_attention(q, k, v, need_logits=False, implementation=implementation)
+    assert_close(out, (q @ k.mT / 2).softmax(-1) @ v)
 
 
 # ---- the layer
