@@ -20,29 +20,19 @@ def inputs(dtype):
     return [x.clone().requires_grad_() for x in drawn]
 
 
-def applied(m):
-    """Return the mechanism as a function of attention's output and the values."""
-    return lambda out, values: m.mix_output(out, values, None)
+def equation(gain, out, values):
+    """The paper's, with a gain for each head."""
+    unit = values / values.norm(dim=-1, keepdim=True)
+    along = torch.einsum("...td,...td->...t", out, unit)
+    factor = 1.0 if gain is None else gain.view(-1, 1)
+    return out - (factor * along).unsqueeze(-1) * unit
 
 
-def equation(gain):
-    """Return the paper's equation as a function of attention's output and the values."""
-
-    def subtracted(out, values):
-        unit = values / values.norm(dim=-1, keepdim=True)
-        along = torch.einsum("...td,...td->...t", out, unit)
-        factor = 1.0 if gain is None else gain.view(-1, 1)
-        return out - (factor * along).unsqueeze(-1) * unit
-
-    return subtracted
-
-
-def results(function, out, values, parameters):
+def results(result, inputs):
     """Return the output and the gradients of its weighted sum."""
-    result = function(out, values)
     weights = torch.linspace(-1, 1, result.numel()).to(result.dtype)
     total = (result.flatten() * weights).sum()
-    return [result, *torch.autograd.grad(total, [out, values, *parameters])]
+    return [result, *torch.autograd.grad(total, inputs)]
 
 
 @pytest.mark.parametrize("gain", GAINS)
@@ -52,11 +42,11 @@ def results(function, out, values, parameters):
 )
 def test_every_precision_is_the_equation(gain, dtype, tolerance):
     m = mechanism(gain, dtype)
-    out, values = inputs(dtype)
-    have = results(applied(m), out, values, m.parameters())
     exact = mechanism(gain)
-    wide = [x.detach().double().requires_grad_() for x in (out, values)]
-    want = results(equation(exact.gain), *wide, exact.parameters())
+    tensors = inputs(dtype)
+    wide = [x.detach().double().requires_grad_() for x in tensors]
+    have = results(m.mix_output(*tensors, None), [*tensors, *m.parameters()])
+    want = results(equation(exact.gain, *wide), [*wide, *exact.parameters()])
     for one, other in zip(have, want, strict=True):
         assert one.dtype == dtype
         assert (one.double() - other).norm() <= tolerance * other.norm()
@@ -69,7 +59,7 @@ def test_values_of_0_take_nothing_in_any_precision(dtype):
     with torch.no_grad():
         values[0] = 0
         values[1] *= 1e-3
-    result = results(applied(m), out, values, [m.gain])
+    result = results(m.mix_output(out, values, None), [out, values, m.gain])
     assert all(x.isfinite().all() for x in result)
     assert torch.equal(result[0][0], out[0])
 

@@ -5,6 +5,7 @@ The interpreter must be chosen before Triton is imported, so this file runs itse
 
 import importlib.util
 import logging
+from itertools import product
 
 import pytest
 import torch
@@ -68,22 +69,22 @@ def test_outputs_and_gradients(case):
         check("triton", device=DEVICE, **CASES[case])
 
 
-def check_half_precision(case, dtype):
+HALF_TYPES = (torch.bfloat16, torch.float16)
+HALF_CASES = [*product([torch.bfloat16], HALF), *product([torch.float16], HALF[:3])]
+
+
+@kernels
+@pytest.mark.parametrize(
+    "kind",
+    slow_but(HALF_CASES, [*product(HALF_TYPES, HALF)])
+    if DEVICE == "cpu"
+    else product(HALF_TYPES, CASES),
+)
+def test_half_precision(kind):
+    dtype, case = kind
     # where rounding decides what passes the ReLU, it stays positive
     bias = 6.0 if "12 heads" in case or case in ("EA, alpha 0", "EA, dropout") else 0.0
     check("triton", device=DEVICE, dtype=dtype, bias=bias, **CASES[case])
-
-
-@kernels
-@pytest.mark.parametrize("case", HALF if DEVICE == "cpu" else CASES)
-def test_bfloat16(case):
-    check_half_precision(case, torch.bfloat16)
-
-
-@kernels
-@pytest.mark.parametrize("case", slow_but(HALF[:3], HALF) if DEVICE == "cpu" else CASES)
-def test_float16(case):
-    check_half_precision(case, torch.float16)
 
 
 @kernels
@@ -254,21 +255,12 @@ def test_a_gpu_that_falls_back_to_the_reference_warns_with_the_memory(
 ):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(ours, "INTERPRETING", False)
-    H, W = feat_size
-    N = H * W
-    with FakeTensorMode(), torch.device("cuda"), caplog.at_level(logging.INFO):
-        q = torch.empty(2, 8, N, 4, dtype=dtype)
-        maps = torch.empty(2, 8, N, N, dtype=dtype)
-        height_rel = torch.empty(2 * H - 1, 4)
-        width_rel = torch.empty(2 * W - 1, 4)
-        tables = {"height_rel": height_rel, "width_rel": width_rel}
-        evolving_attention(q, q, q, **tables, prev_logits=maps, feat_size=feat_size)
-    [line] = [record.message for record in caplog.records if "evolving attention" in record.message]
-    assert ("by 'triton'" in line) == runs
-    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert bool(warnings) != runs
-    if warnings:
-        megabytes = maps.nbytes / 1e6
-        [line] = warnings
-        assert "rows and columns together" in line
-        assert f"takes {megabytes:,.0f} MB" in line
+    with FakeTensorMode(), caplog.at_level(logging.INFO):
+        tensors = problem("ea", feat_size, D=4, E=4, kernel=0, dtype=dtype, device="cuda")
+        evolving_attention(**tensors, feat_size=feat_size)
+    [record] = [each for each in caplog.records if "evolving attention" in each.message]
+    assert ("by 'triton'" in record.message) == runs
+    assert (record.levelname == "WARNING") != runs
+    if not runs:
+        assert "rows and columns together" in record.message
+        assert f"takes {tensors['prev_logits'].nbytes / 1e6:,.0f} MB" in record.message

@@ -15,6 +15,7 @@ from ea_vision.predict import predict as predictions
 from ea_vision.sizes import count_network
 from ea_vision.zoo.loaded import load_model
 from ea_vision.zoo.source import source_of
+from tests.models.test_huggingface import VISION
 from tests.refused import refused
 
 VIT = "test_vit"
@@ -87,43 +88,37 @@ def test_preprocess_refuses_networks_of_other_images(channels):
 
 @pytest.mark.parametrize("evolved", [False, True])
 def test_a_folder_of_save_pretrained_is_a_target(evolved, tmp_path, capsys):
-    config = transformers.ViTConfig(
-        hidden_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=3,
-        intermediate_size=32,
-        image_size=32,
-        patch_size=8,
-        id2label={0: "ant", 1: "bee", 2: "cow"},
-    )
+    classes = ["ant", "bee", "cow"]
     torch.manual_seed(0)
-    model = transformers.ViTForImageClassification(config).eval()
+    config = transformers.ViTConfig(**VISION, id2label=dict(enumerate(classes)))
+    model = transformers.ViTForImageClassification(config)
     if evolved:
-        model = ea_vision.evolve(model, "ea").eval()
-    folder = str(tmp_path / "saved")
-    model.save_pretrained(folder)
+        model = ea_vision.evolve(model, "ea")
+    folder = tmp_path / "saved"
+    model.eval().save_pretrained(folder)
     processor = transformers.ViTImageProcessor(size={"height": 32, "width": 32})
     processor.save_pretrained(folder)
     image = Image.effect_noise((40, 30), 60).convert("RGB")
     image.save(tmp_path / "noise.png")
 
     x = processor(image, return_tensors="pt")["pixel_values"]
-    torch.testing.assert_close(ea_vision.preprocess(folder, image), x)
+    torch.testing.assert_close(ea_vision.preprocess(str(folder), image), x)
     loaded = ea_vision.load(folder)
     assert not loaded.training
-    torch.testing.assert_close(loaded(x).logits, model(x).logits)
     with torch.no_grad():
-        share, index = model(x).logits.softmax(-1).max(-1)
+        logits = model(x).logits
+        torch.testing.assert_close(loaded(x).logits, logits)
+    share, index = logits.softmax(-1).max(-1)
     [result] = predictions(load_model(folder), [image], top=1)
-    assert result["classes"][0]["name"] == ["ant", "bee", "cow"][index]
+    assert result["classes"][0]["name"] == classes[index]
     assert result["classes"][0]["probability"] == pytest.approx(float(share), abs=1e-5)
-    assert predict([folder, str(tmp_path / "noise.png")]) == 0
-    assert ["ant", "bee", "cow"][index] in capsys.readouterr().out
+    assert predict([str(folder), str(tmp_path / "noise.png")]) == 0
+    assert classes[index] in capsys.readouterr().out
     with refused("random weights"):
         load_model(folder, random=True)
     with refused("has no keyword 'foo'"):
         ea_vision.load(folder, foo=1)
-    weights = tmp_path / "saved" / "model.safetensors"
+    weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     with refused(f"weights in {folder} cannot be read: .+"):
         load_model(folder)
