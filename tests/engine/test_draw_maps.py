@@ -12,16 +12,11 @@ from ea_vision.base.processes import WorkerLost
 from ea_vision.engine import train_cifar, train_imagenet
 from ea_vision.engine.watch import MapsPictures
 from tests.data.photos import make_photos
-from tests.engine.runner import assert_equal, make_folder, saved, weights_of, words
+from tests.engine.runner import assert_equal, saved, weights_of, words
 from tests.refused import refused
 
 MODEL = "--model ea_vit_tiny_patch16_224 --recipe none --img-size 16"
 VIT = ["--model-kwargs", "patch_size=4", "embed_dim=12", "depth=2", "num_heads=3"]
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return make_folder(tmp_path_factory.mktemp("data"))
 
 
 def cifar(data, output, *more):

@@ -276,7 +276,7 @@ ATTENTION = "--model ea_conv_transformer_cifar --model-kwargs widths=[16,16,16,1
         pytest.param(
             2,
             "--batch-size 4 --model-ema-decay 0.9",
-            {3: signal.SIGTERM},
+            {1: signal.SIGTERM},  # which comes before the first update
             id="one of two processes",
         ),
         # Statistics of BatchNorm are each process's own; update 5 ends an epoch, where the average's become one.

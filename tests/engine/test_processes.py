@@ -27,7 +27,6 @@ from tests.engine.runner import (
     saved,
     spoil_loss,
     start_world,
-    stopped,
     train,
 )
 from tests.process import ROOT
@@ -87,12 +86,6 @@ def test_non_finite_loss_on_one_process_stops_all(data, tmp_path):
     )
     report = json.loads((tmp_path / "run" / "nonfinite-epoch001-update00003.json").read_text())
     assert [len(ids) for ids in report["sample_ids"]] == [4, 4], "the samples of every process"
-
-
-def test_a_signal_to_one_process_before_the_first_update_stops_all_after_it(data, tmp_path):
-    argv = arguments(data, tmp_path / "run", "--batch-size 4")
-    stopped(argv, 1, rank=1, size=2)
-    assert saved(tmp_path / "run")["progress"]["updates"] == 1
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@
 
 import json
 
-import pytest
 import timm
 import torch
 import torch.nn.functional as F
@@ -17,15 +16,10 @@ from ea_vision.engine.signals import StopRequest
 from ea_vision.engine.train_cifar import CifarConfig, SmallImages
 from ea_vision.models.note import NOTE
 from ea_vision.zoo.weights_file import encode_weights
-from tests.engine.runner import CPU, arguments, make_folder, same_result, stopped, train
+from tests.engine.runner import CPU, arguments, same_result, stopped, train
 
 MODEL = "test_vit"  # without batch statistics and dropout: it computes the same in training
 STATISTICS = {"mean": [0.2, 0.3, 0.4], "std": [0.5, 0.6, 0.7]}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return make_folder(tmp_path_factory.mktemp("data"))
 
 
 def write_weights(path, classes=3):

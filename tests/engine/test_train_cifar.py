@@ -243,16 +243,6 @@ def test_epochs_left_out_of_evaluation_train_the_same(data, tmp_path, refusal):
     assert Image.open(picture).size[0] > 1000
 
 
-def test_resume_from_a_named_run(finished, data, tmp_path):
-    """A run in another folder continues from a run's checkpoint, here for one more epoch, and names changed options."""
-    output = tmp_path / "more"
-    argv = arguments(data, output, SWITCHES, "--lr 0.0005 --epochs 4 --resume", str(finished))
-    printed = train(argv)
-    assert "lr was 0.001, got 0.0005" in printed
-    assert "epochs were 3, now 4" in printed
-    assert read_metrics(output)["epoch"] == [1, 2, 3, 4]
-
-
 def test_recipe_keywords_a_model_lacks_are_left_out_with_a_notice(data, tmp_path, recipe):
     folder = tmp_path / "run"
     path = recipe("model_kwargs: {attn_drop_rate: 0.3, drop_rate: 0.1}\n")

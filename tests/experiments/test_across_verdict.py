@@ -1,5 +1,7 @@
 """The verdict on attention across layers: its analysis, the figures on the pages, and the script of its runs."""
 
+from functools import partial
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -37,6 +39,7 @@ from tests.refused import refused
 
 PAGE = "docs/across-layers.md"
 WHICH = "Which to use"
+says = partial(page_says, PAGE)
 PROTOCOL = "experiments/across/README.md"
 
 
@@ -144,15 +147,15 @@ def test_the_page_says_what_the_kept_runs_say():
     random = top1_of("across/second-long.csv")[LONG_TOKEN_CONV]
     gain = (random - top1_of("across/third-long.csv")[LONG_PLAIN])[200]
     words = f"{zeros:.2f} points in 64 epochs, random kernels {gain:.2f} (one seed)"
-    page_says(PAGE, WHICH, words)
+    says(WHICH, words)
     gated = rows.loc[("second-updates", "gated"), "high"]
-    page_says(PAGE, WHICH, f"a gain of up to {gated:.1f} points is not excluded")
+    says(WHICH, f"a gain of up to {gated:.1f} points is not excluded")
     ratio = rows.loc[("vit-rival", "conv2d"), "time_ratio"]
-    page_says(PAGE, WHICH, f"{100 * (ratio - 1):.0f}% more time")
+    says(WHICH, f"{100 * (ratio - 1):.0f}% more time")
     today = table("across/verdict-times-without-kernel.csv").set_index(["network", "kind"])
     without = today.loc[("small ViT, token_conv", "conv2d"), "train_ratio"]
-    page_says(PAGE, WHICH, f"without it a step takes {without:.2f} times as long")
-    page_says(PAGE, WHICH, f"without it `conv2d` makes {64 / without:.0f}")
+    says(WHICH, f"without it a step takes {without:.2f} times as long")
+    says(WHICH, f"without it `conv2d` makes {64 / without:.0f}")
 
 
 def test_what_mechanisms_cost():
@@ -160,20 +163,20 @@ def test_what_mechanisms_cost():
     with_conv = top1_of("across/vit-rival.csv")["token_conv"]
     added = (with_conv - top1_of("across/vit-alone.csv")["plain"]).dropna()
     assert len(added) == 5
-    page_says(PAGE, WHICH, f"{added.mean():+.2f}, five seeds")
+    says(WHICH, f"{added.mean():+.2f}, five seeds")
     times = step_times()
-    page_says(PAGE, WHICH, "takes 1.04 to 1.10 times as long")
+    says(WHICH, "takes 1.04 to 1.10 times as long")
     assert 1.04 <= times[RIVAL, "plain"] / times[VIT, "plain"] <= 1.10
     ratios = [f"{EPOCHS[name] / 8:.2f}" for name in (LONGER, AS_XSA, AS_GATED)]
-    page_says(PAGE, WHICH, *[f"steps {ratio} times as long" for ratio in ratios])
-    page_says(PAGE, WHICH, f"{EPOCHS[AS_TOKEN_CONV]} epochs for 8")
+    says(WHICH, *[f"steps {ratio} times as long" for ratio in ratios])
+    says(WHICH, f"{EPOCHS[AS_TOKEN_CONV]} epochs for 8")
     today = [times[RIVAL, kind] / times[RIVAL, "plain"] for kind in ("xsa", "gated")]
-    page_says(PAGE, "Which there are", f"take {today[0]:.2f} and {today[1]:.2f} times as long")
-    page_says(PAGE, WHICH, f"in one function, {today[0]:.2f} times")
+    says("Which there are", f"take {today[0]:.2f} and {today[1]:.2f} times as long")
+    says(WHICH, f"in one function, {today[0]:.2f} times")
     assert EPOCHS[AS_ONE_FUNCTION] == pytest.approx(8 * today[0], abs=0.03)
     (first, second, third), share = power.worth_in_updates()
-    page_says(PAGE, WHICH, f"{100 * share:.0f}% more updates")
-    page_says(PAGE, WHICH, f"{first:.2f}, {second:.2f} and {third:.2f}%")
+    says(WHICH, f"{100 * share:.0f}% more updates")
+    says(WHICH, f"{first:.2f}, {second:.2f} and {third:.2f}%")
     benchmark = table("across/benchmark.csv").set_index(["network", "kind"])["train_ratio"]
     for kind, ratio in benchmark["vit_small_patch16_224"].drop("plain").items():
         assert rows_of(PAGE, rf"\| `{kind}` \|.*\| {ratio:.2f} \|", "Which there are"), kind
@@ -184,9 +187,9 @@ def test_the_answers_of_recall_and_what_solves_it():
     symbols, wanted = recall(100_000, torch.Generator().manual_seed(0))
     most_frequent = symbols[:, 1:16:2].mode(1).values
     share = 100 * (most_frequent == wanted).double().mean()
-    page_says(PAGE, heading, f"{share:.0f}%", "three of five")
+    says(heading, f"{share:.0f}%", "three of five")
     rows = table("across/recall.csv").groupby("variant")["result"]
     assert all(rows.min()[["token_conv", "conv2d", "mta", "refiner"]] == 100)
     assert sum(rows.get_group("ea") > 99) == 3
     bits = table("across/characters.csv").groupby("variant")["result"].mean()
-    page_says(PAGE, heading, f"{bits['none']:.3f}", f"{bits['token_conv']:.3f}")
+    says(heading, f"{bits['none']:.3f}", f"{bits['token_conv']:.3f}")

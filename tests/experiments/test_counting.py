@@ -71,28 +71,23 @@ def test_branches_are_the_aa_papers_table_9():
     np.testing.assert_allclose(sizes.sum(0), (6 * 1024, 1300, 390), rtol=0.02)
 
 
-def test_branches_of_evolving_networks():
-    """An evolution's convolution has 2 x 3 x 3 x K x K operations for each element of a map."""
-    flops = [branch.flops for branch in count_of("ea_conv_transformer_cifar", 32).branches]
-    assert flops[1] - flops[0] == 2 * 4 * 4 * 9 * 64**2
-    flops = [branch.flops for branch in count_of("ea_vit_tiny_patch16_224").branches]
-    assert flops[0] == 2 * 197 * 4 * 192**2 + 6 * 3 * 197**2
-    assert flops[1] - flops[0] == 2 * 9 * 3**2 * 197**2
-
-
 def test_branches_that_evolve_have_the_convolution():
-    plain, *evolving = count_of("ea_conv_transformer_cifar", 32).branches
-    assert [branch.evolves for branch in (plain, *evolving)] == [False, True, True] * 2
-    assert plain.map_bytes == evolving[0].map_bytes == 2 * 4 * 64**2
-    assert evolving[0].params - plain.params == 4 * 4 * 9 + 4
+    """It has 2 x 3 x 3 x K x K operations for each element of a map."""
+    branches = count_of("ea_conv_transformer_cifar", 32).branches
+    plain, evolving, *_ = branches
+    assert [branch.evolves for branch in branches] == [False, True, True] * 2
+    assert plain.map_bytes == evolving.map_bytes == 2 * 4 * 64**2
+    assert evolving.params - plain.params == 4 * 4 * 9 + 4
+    assert evolving.flops - plain.flops == 2 * 4 * 4 * 9 * 64**2
 
 
 def test_branches_of_a_vision_transformer():
-    """By hand: K 3, T 197, C 192; weights of qkv and projection, and of 11 convolutions over maps."""
+    """By hand: K 3, T 197, C 192; qkv and projection, then a convolution over maps and two gates."""
+    expected = []
+    for number in range(12):
+        evolves = number > 0
+        params = 4 * 192**2 + 4 * 192 + evolves * (9 * 3**2 + 3 + 2)
+        flops = 2 * 197 * 4 * 192**2 + 6 * 3 * 197**2 + evolves * 2 * 9 * 3**2 * 197**2
+        expected.append((f"blocks.{number}.attn", evolves, params, flops))
     branches = count_of("ea_vit_tiny_patch16_224").branches
-    gates = 2
-    weights = 4 * 192**2 + 4 * 192
-    evolving = weights + 9 * 3**2 + 3 + gates
-    assert [branch.layer for branch in branches] == [f"blocks.{i}.attn" for i in range(12)]
-    assert [branch.evolves for branch in branches] == [False] + 11 * [True]
-    assert [branch.params for branch in branches] == [weights] + 11 * [evolving]
+    assert [(b.layer, b.evolves, b.params, b.flops) for b in branches] == expected
