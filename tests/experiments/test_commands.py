@@ -41,7 +41,7 @@ def commands():
     commands_by_script = {}
     for line in lines_of_pages():
         words = re.match(r" *(?:\w+=\S+ )*python (?!-c)(.*)", line)
-        if words:
+        if words and "$seed" not in line:  # a shell's loop
             options = re.sub(r"\[(--.*?)(?: \.\.\.)?\]", r"\1", words[1])
             commands_by_script[options.rstrip("\\ .")] = None
     return list(commands_by_script)
