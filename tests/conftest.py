@@ -1,6 +1,7 @@
 """What all tests share: which are slow, a seed, and the trial data where it is present."""
 
 import gc
+import logging
 import os
 import signal
 from pathlib import Path
@@ -55,6 +56,13 @@ def caplog(caplog):
     """The log. Lines that a process logs once are logged anew, so their private stores are emptied here."""
     ops._logged.clear()
     maps._say_last_run.cache_clear()
+    return caplog
+
+
+@pytest.fixture
+def log(caplog):
+    """The log of this package, of level INFO too."""
+    caplog.set_level(logging.INFO, "ea_vision")
     return caplog
 
 

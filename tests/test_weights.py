@@ -17,15 +17,17 @@ import torch
 from PIL import Image
 from timm.models import adapt_input_conv, build_model_with_cfg, save_for_hf
 from torch.testing import assert_close
-from torchvision.transforms.v2.functional import pil_to_tensor
 
 import ea_vision
 from ea_vision import predict, sizes
 from ea_vision.engine import run_folder
 from ea_vision.zoo.create import create_classifier
+from ea_vision.zoo.loaded import load_model
 from experiments.benchmark import live_network
+from tests.models.test_convert import NARROW
 from tests.process import ROOT
 from tests.refused import refused
+from tests.run_folders import write_run
 from tests.slow import slow_but
 
 OURS = timm.list_models(module="conv_transformer") + timm.list_models(module="attn_resnet")
@@ -89,21 +91,17 @@ def test_results_are_those_of_the_cards():
 
 @pytest.mark.parametrize("name", slow_but({DEFAULT}, CIFAR10))
 def test_weights_know_their_images(name, shared):
-    model = timm.create_model(name, pretrained=True).eval()
-    cfg = model.pretrained_cfg
-    images = []
+    loaded = load_model(name)
+    names = loaded.model.pretrained_cfg["label_names"]
+    inputs = []
     targets = []
     with tarfile.open(shared / "data" / "cifar10" / "test.tar") as tar:
         files = [member for member in tar if member.isfile()]
         for member in files[::100]:  # 100 images, all classes
-            image = Image.open(tar.extractfile(member)).convert("RGB")
-            images.append(pil_to_tensor(image))
-            targets.append(cfg["label_names"].index(member.name.split("/")[-2]))
-    x = torch.stack(images) / 255
-    mean = torch.tensor(cfg["mean"]).view(-1, 1, 1)
-    std = torch.tensor(cfg["std"]).view(-1, 1, 1)
+            inputs.append(loaded.input_of(Image.open(tar.extractfile(member)).convert("RGB")))
+            targets.append(names.index(member.name.split("/")[-2]))
     with torch.no_grad():
-        predicted = model((x - mean) / std).argmax(1)
+        predicted = loaded.model(torch.stack(inputs)).argmax(1)
     right = predicted == torch.tensor(targets)
     assert right.sum() > 0.65 * len(targets)
 
@@ -127,14 +125,9 @@ def shipped():
 def run(tmp_path, shipped):
     """A run folder of the shipped network, fine-tuned for three classes."""
     torch.manual_seed(0)
-    folder = tmp_path / "runs" / "mine"
-    folder.mkdir(parents=True)
     model, kwargs = create_classifier(NAME, {}, num_classes=3, img_size=32, pretrained=True)
-    about = {"model_kwargs": kwargs, "classes": ["a", "b", "c"]}
-    about |= {"mean": [0.5] * 3, "std": [0.2] * 3}
-    run_folder.write_config(folder, {"model": NAME, "dataset": "folder"}, about)
-    run_folder.write_weights(folder, model.state_dict())
-    return folder, model.eval()
+    about = {"classes": ["a", "b", "c"], "mean": [0.5] * 3, "std": [0.2] * 3}
+    return write_run(tmp_path / "runs" / "mine", NAME, model, kwargs, **about), model.eval()
 
 
 @pytest.mark.parametrize(
@@ -191,11 +184,7 @@ def test_a_shipped_file_refuses_another_network():
 
 def run_of(folder, name, kwargs):
     """Return the weights file of a run of an untrained network."""
-    folder.mkdir()
-    model = timm.create_model(name, **kwargs)
-    run_folder.write_config(folder, {"model": name}, {"model_kwargs": kwargs})
-    run_folder.write_weights(folder, model.state_dict())
-    return folder / run_folder.WEIGHTS
+    return write_run(folder, name, timm.create_model(name, **kwargs), kwargs) / run_folder.WEIGHTS
 
 
 EVOLVED = "evolved_transformer"
@@ -318,7 +307,6 @@ PA = {"kind": "pa", "start": "paper", "alpha": 0.3, "learnable": False, "attn_la
 
 
 SMALL_VIT = {"img_size": 32, "depth": 2}
-RESNET = {"layers": (1, 1, 2, 1), "channels": (16, 32, 32, 32)}
 
 
 @pytest.mark.parametrize(
@@ -331,12 +319,12 @@ RESNET = {"layers": (1, 1, 2, 1), "channels": (16, 32, 32, 32)}
             SMALL_VIT,
             {"kind": "residual", "token_conv": True, "value_residual": True},
         ),
-        ("resnet18d", RESNET, {"kind": "pa", "img_size": 64, "alpha": 0.3}),
+        ("resnet18d", NARROW, {"kind": "pa", "img_size": 64, "alpha": 0.3}),
     ],
 )
 def test_an_evolved_network_saved_for_the_hub_evolves(tmp_path, plain, sizes, options):
     torch.manual_seed(0)
-    network = timm.create_model(plain, num_classes=5, **sizes)
+    network = timm.create_model(plain, **sizes)
     model = ea_vision.evolve(network, **options).eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)

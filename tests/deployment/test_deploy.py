@@ -36,12 +36,7 @@ def small(name, **options):
     """A network in evaluation mode whose statistics, biases and gates differ from their initial values."""
     torch.manual_seed(3)
     family_kwargs = SMALL.get(zoo.family(name), {})
-    model = zoo.lively(name, **{**family_kwargs, **options}).eval()
-    for module in model.modules():
-        if hasattr(module, "running_mean"):
-            nn.init.uniform_(module.running_mean, -0.1, 0.1)
-            nn.init.uniform_(module.running_var, 0.8, 1.2)
-            nn.init.uniform_(module.bias, -0.1, 0.1)
+    model = zoo.with_statistics(zoo.lively(name, **{**family_kwargs, **options})).eval()
     for gate in ea_vision.layers.learnable_gates(model).values():
         nn.init.uniform_(gate, 0.2, 0.8)
     return model

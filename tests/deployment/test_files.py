@@ -111,11 +111,9 @@ def test_predict_needs_the_file_alone(suffix, kind, tmp_path, photos, capsys):
 
     def classes(target):
         assert predict.main([str(target), str(photos), "--json", "-"]) == 0
-        shares = {}
-        for row in json.loads(capsys.readouterr().out):
-            for of_class in row["classes"]:
-                shares[row["image"], of_class["name"]] = of_class["probability"]
-        return shares
+        rows = json.loads(capsys.readouterr().out)
+        pairs = [(row["image"], each) for row in rows for each in row["classes"]]
+        return {(image, each["name"]): each["probability"] for image, each in pairs}
 
     expected = classes(SHIPPED)
     shares = classes(path)

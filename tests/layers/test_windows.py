@@ -41,13 +41,12 @@ def test_windows_are_their_definition_with_their_gradients(
     assert_defined(layer, doubles(2, 4, *size))
 
 
-def test_a_gpus_order_ends_at_the_reference_and_the_log_says_so(monkeypatch, caplog):
+def test_a_gpus_order_ends_at_the_reference_and_the_log_says_so(monkeypatch, log):
     """CUDA's order of implementations, on a CPU: neither of its kernels has windows."""
     monkeypatch.setattr(ops, "ON_CPU", ops.ON_ACCELERATORS)
     layer = local(window=3, head_window=3)
-    with caplog.at_level("INFO"):
-        layer(doubles(2, 4, 5, 6))
-    assert caplog.messages == [
+    layer(doubles(2, 4, 5, 6))
+    assert log.messages == [
         "evolving attention on cpu in torch.float64 by 'reference'; not sdpa: it has no windows; not triton: it has no "
         "windows"
     ]

@@ -15,6 +15,7 @@ from tests.models.test_vision_transformer import fused, lively, plain
 from tests.models.zoo import (
     KINDS,
     assert_fx_agrees,
+    assert_intermediates,
     assert_onnx_agrees,
     idle,
     images,
@@ -55,9 +56,7 @@ def test_timms_ways(kind):
     """Intermediates, features_only, other sizes, FX, a trace and pruning, with each kind."""
     options = dict(evolution=kind, value_residual="paper", token_conv="paper", start="paper")
     model = mini(**options)
-    final, taken = model.forward_intermediates(images())
-    assert_close(final, model.forward_features(images()))
-    assert [y.shape for y in taken] == [(2, 32, 8, 8)] * 3
+    taken = assert_intermediates(model, images())
     features = mini(features_only=True, out_indices=(1,), **options)
     features.model.load_state_dict(model.state_dict(), strict=False)
     assert_close(features(images()), [taken[1]])

@@ -17,6 +17,7 @@ from tests.models.zoo import (
     TESTED,
     assert_checkpointing_changes_nothing,
     assert_fx_agrees,
+    assert_intermediates,
     give_gradients,
     groups_of,
     idle,
@@ -81,14 +82,10 @@ def test_fx_and_a_trace_compute_the_same(model, image):
 
 @torch.no_grad()
 def test_intermediates_are_those_of_the_whole_network(model, image):
-    final, taken = model.forward_intermediates(image)
-    assert_close(final, model.forward_features(image))
+    taken = assert_intermediates(model, image)
     # some networks have layers between the last feature and the head
     end = getattr(model, "forward_end", torch.nn.Identity())
-    assert_close(final, end(taken[-1]))
-    for feature, info in zip(taken, model.feature_info, strict=True):
-        side = image.shape[2] // info["reduction"]
-        assert feature.shape[1:3] == (info["num_chs"], side)
+    assert_close(model.forward_features(image), end(taken[-1]))
     only = partial(model.forward_intermediates, image, intermediates_only=True)
     assert_close(only(indices=[0, 2], stop_early=True), [taken[0], taken[2]])
     assert_close(only(indices=2, norm=True), taken[-2:])

@@ -1,7 +1,5 @@
 """Weights of runs and of timm's ResNets are loaded into our networks."""
 
-import logging
-
 import pytest
 import safetensors.torch
 import timm
@@ -26,7 +24,7 @@ from tests.refused import refused
         ("ea_aa_mnasnet_075", "semnasnet_075", {}),
     ],
 )
-def test_a_timm_network_fills_what_fits(name, plain, options, tmp_path, caplog):
+def test_a_timm_network_fills_what_fits(name, plain, options, tmp_path, log):
     theirs = timm.create_model(plain, **options).state_dict()
     path = tmp_path / "resnet.safetensors"
     safetensors.torch.save_file(theirs, path)
@@ -34,31 +32,29 @@ def test_a_timm_network_fills_what_fits(name, plain, options, tmp_path, caplog):
     torch.manual_seed(3)
     expected = timm.create_model(name, **options).state_dict()
     torch.manual_seed(3)
-    with caplog.at_level(logging.INFO, logger="ea_vision"):
-        model = timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay, **options)
+    model = timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay, **options)
     same = expected.keys() & theirs.keys()
     expected |= {key: theirs[key] for key in same}
     layers = {path: m for path, m in model.named_modules() if isinstance(m, AugmentedConv2d)}
     for path, layer in layers.items():
         expected[f"{path}.conv.weight"] = theirs[f"{path}.weight"][: layer.conv.out_channels]
     torch.testing.assert_close(model.state_dict(), expected, rtol=0, atol=0)
-    [line] = [record.message for record in caplog.records if record.name.startswith("ea_vision")]
+    [line] = log.messages
     assert f"{len(same)} tensors as they are, 0 not used" in line
     assert f"{len(layers)} augmented convolutions" in line
 
 
-def test_notes_on_weights_that_are_not_loaded_are_not_logged(tmp_path, caplog):
+def test_notes_on_weights_that_are_not_loaded_are_not_logged(tmp_path, log):
     """Those of the shipped weights of photos of scenes, where others are loaded."""
     name = "ea_aa_resnet34_050"
     path = tmp_path / "own.safetensors"
     state = timm.create_model(name, num_classes=6).state_dict()
     safetensors.torch.save_file(state, path)
-    with caplog.at_level(logging.INFO, logger="ea_vision"):
-        overlay = {"file": str(path)}
-        timm.create_model(name, pretrained=True, num_classes=6, pretrained_cfg_overlay=overlay)
-        assert "scenes" not in caplog.text
-        timm.create_model(name, pretrained=True)
-    assert "weights of ea_aa_resnet34_050: six kinds of scenes" in caplog.text
+    overlay = {"file": str(path)}
+    timm.create_model(name, pretrained=True, num_classes=6, pretrained_cfg_overlay=overlay)
+    assert "scenes" not in log.text
+    timm.create_model(name, pretrained=True)
+    assert "weights of ea_aa_resnet34_050: six kinds of scenes" in log.text
 
 
 RESNETS = [name for name in list_networks("attn_resnet") if get_network(name).plain]

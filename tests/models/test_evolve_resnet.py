@@ -26,9 +26,11 @@ from tests.models.zoo import (
     assert_checkpointing_changes_nothing,
     assert_compiles_and_exports,
     assert_fx_agrees,
+    assert_intermediates,
     images,
     layers_of,
     on_meta,
+    with_statistics,
     woken,
 )
 from tests.refused import refused
@@ -73,11 +75,7 @@ def plain_network(name):
         model = torchvision.models.ResNet(block, [1, 1, 2, 1], num_classes=5, **options)
     else:
         model = timm.create_model(name, **{**NARROW, **TIMM[name]})
-    for module in model.modules():
-        if isinstance(module, torch.nn.BatchNorm2d):
-            torch.nn.init.normal_(module.running_mean, std=0.1)
-            torch.nn.init.uniform_(module.running_var, 0.5, 2.0)
-    return woken(model).eval()
+    return woken(with_statistics(model)).eval()
 
 
 def evolved(name, **options):
@@ -160,11 +158,7 @@ def test_an_evolved_network_is_traced_checkpointed_deployed_and_recorded(name):
     pixels = [maps[number].attn.shape[-1] for number in maps]
     last = 2 if name == "resnet18d" else 1  # layers in the last stage
     assert pixels == [16] * (len(maps) - last) + [4] * last
-    final, features = model.forward_intermediates(x)
-    assert torch.equal(features[-1], final)
-    for feature, info in zip(features, model.feature_info, strict=True):
-        assert feature.shape[1] == info["num_chs"]
-        assert feature.shape[2] == 64 // info["reduction"]
+    assert torch.equal(assert_intermediates(model, x)[-1], model.forward_features(x))
     model.set_input_size((96, 64))
     assert model(images(96, 64)).shape == (2, 5)
 

@@ -122,14 +122,10 @@ def test_a_detector_stands_on_it():
 @pytest.mark.parametrize("name", FEW)
 def test_weights_of_the_other_fusion_are_refused(name, mine, theirs, tmp_path):
     options = shrunk(name)
-    model = timm.create_model(name, fusion=theirs, **options)
     path = tmp_path / "weights.pth"
-    torch.save(model.state_dict(), path)
+    torch.save(timm.create_model(name, fusion=theirs, **options).state_dict(), path)
     message = f"has fusion='{mine}': create it with fusion='{theirs}'"
-    with pytest.raises(RuntimeError, match=message):
-        timm.create_model(name, fusion=mine, checkpoint_path=path, **options)
-    overlay = {"file": str(path)}
-    with pytest.raises(RuntimeError, match=message):
-        timm.create_model(
-            name, pretrained=True, fusion=mine, pretrained_cfg_overlay=overlay, **options
-        )
+    overlay = {"pretrained": True, "pretrained_cfg_overlay": {"file": str(path)}}
+    for way in ({"checkpoint_path": path}, overlay):
+        with pytest.raises(RuntimeError, match=message):
+            timm.create_model(name, fusion=mine, **way, **options)

@@ -1,7 +1,6 @@
 """Evolving vision transformers: equal to timm's at the start, learning after one step, with timm's interfaces."""
 
 import inspect
-import logging
 from itertools import product
 
 import pytest
@@ -252,11 +251,10 @@ def test_evolve_takes_gates_and_layers(keyword):
         dict(prefix="pass"),
     ],
 )
-def test_the_kernel_takes_every_form_and_the_log_says_so(options, caplog):
+def test_the_kernel_takes_every_form_and_the_log_says_so(options, log):
     model = tiny(**options)
-    with caplog.at_level(logging.INFO, logger="ea_vision.ops"):
-        model(images())
-    assert [message.partition(" by ")[2] for message in caplog.messages] == ["'cpu'"]
+    model(images())
+    assert [message.partition(" by ")[2] for message in log.messages] == ["'cpu'"]
     with ops.use_implementation("cpu"):  # or this is refused
         with torch.no_grad():
             model(images())
@@ -288,13 +286,12 @@ def pretrained(path, name="ea_vit_tiny_patch16_224", **options):
 
 
 @torch.no_grad()
-def test_pretrained_takes_timms_weights(tmp_path, caplog):
+def test_pretrained_takes_timms_weights(tmp_path, log):
     timms = plain()
     path = tmp_path / "timms.safetensors"
     safetensors.torch.save_file(timms.state_dict(), path)
-    with caplog.at_level(logging.INFO, logger="ea_vision.models"):
-        model = pretrained(path)
-    assert "8 tensors of the maps' convolutions and gates stay at their start" in caplog.text
+    model = pretrained(path)
+    assert "8 tensors of the maps' convolutions and gates stay at their start" in log.text
     assert_same_function(model, timms, images())
     assert_same_function(pretrained(path, "pa_vit_tiny_patch16_224"), timms, images())
     # positions are resampled, the head is left

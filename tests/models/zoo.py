@@ -92,6 +92,16 @@ def woken(model):
     return model
 
 
+def with_statistics(model):
+    """Move the statistics and biases of batch norms away from their start."""
+    for module in model.modules():
+        if hasattr(module, "running_mean"):
+            torch.nn.init.uniform_(module.running_mean, -0.1, 0.1)
+            torch.nn.init.uniform_(module.running_var, 0.8, 1.2)
+            torch.nn.init.uniform_(module.bias, -0.1, 0.1)
+    return model
+
+
 @torch.no_grad()
 def stirred(model, by=0.1):
     """Move every parameter of a network's mechanisms away from its start."""
@@ -170,6 +180,17 @@ def assert_checkpointing_changes_nothing(model, x, statistics=True, **near):
         return y.detach(), gradients, buffers
 
     assert_close(results(True), results(False), **near)
+
+
+@torch.no_grad()
+def assert_intermediates(model, x):
+    """Compare the features of each stage or block with the whole network and its feature_info; return them."""
+    final, taken = model.forward_intermediates(x)
+    assert_close(final, model.forward_features(x))
+    for feature, info in zip(taken, model.feature_info, strict=True):
+        assert feature.shape[1] == info["num_chs"]
+        assert feature.shape[2] == x.shape[2] // info["reduction"]
+    return taken
 
 
 @torch.no_grad()

@@ -5,7 +5,9 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
+from torch import nn
 
+from ea_vision.layers import AugmentedConv2d, EvolvingAttention
 from ea_vision.ops import evolving_attention
 
 # Error as a share of the truth, by their norms. In half precision the signs of relu's arguments near zero decide: there
@@ -253,6 +255,25 @@ def same_bits(compute):
     finally:
         torch.set_num_threads(threads)
     return whole
+
+
+def chain(dropout_p=0.0, **options):
+    """Return three layers, of which each but the first evolves the maps of the one before."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList()
+    sizes = dict(dim_qk=8, dim_v=4, num_heads=4, feat_size=(6, 5), attn_drop=dropout_p)
+    for number in range(3):
+        evolution = EvolvingAttention(4, **options) if number else None
+        layers.append(AugmentedConv2d(8, 8, **sizes, evolution=evolution))
+    return layers
+
+
+def run(layers, x):
+    """Return the output and the logits of the last of the layers, which nothing reads."""
+    logits = None
+    for i, layer in enumerate(layers):
+        x, logits = layer(x, logits, i + 1 < len(layers))
+    return x, logits
 
 
 MASK = (1 << 32) - 1

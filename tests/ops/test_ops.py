@@ -1,6 +1,5 @@
 """Every implementation against the float64 reference: outputs and all gradients; which implementation is chosen."""
 
-import logging
 import os
 import resource
 import runpy
@@ -8,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 from torch.autograd import forward_ad
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
@@ -29,11 +28,13 @@ from tests.engine import runner
 from tests.ops.oracle import (
     CASES,
     assert_as_reference,
+    chain,
     check,
     kept_entries,
     outputs_and_gradients,
     problem,
     random_case,
+    run,
     same_bits,
 )
 from tests.process import python
@@ -254,13 +255,6 @@ def test_halving_is_average_pooling(size):
     assert halved.grad_fn.name() != plain.grad_fn.name()
 
 
-@pytest.fixture
-def said(caplog):
-    """The log of operators, of every level."""
-    caplog.set_level(logging.INFO, "ea_vision.ops")
-    return caplog
-
-
 # ---- the compiled library
 
 
@@ -341,13 +335,13 @@ BROKEN = {  # compilers by name: commands of a shell, if any, and what the log s
 
 @pytest.mark.parametrize("cc", BROKEN)
 def test_whatever_goes_wrong_with_the_library_the_reference_runs_and_the_log_says_why(
-    use_compiler, tmp_path, said, cc
+    use_compiler, tmp_path, log, cc
 ):
     commands, reason = BROKEN[cc]
     use_compiler(compiler(tmp_path, commands) if commands else cc)
     out = attend(**EA_PROBLEM)
-    assert "by 'reference'; not cpu: " in said.messages[-1]
-    assert reason in said.messages[-1]
+    assert "by 'reference'; not cpu: " in log.messages[-1]
+    assert reason in log.messages[-1]
     expected = attend(**EA_PROBLEM, implementation="reference")
     assert torch.equal(out[0], expected[0])
 
@@ -374,13 +368,9 @@ def test_narrower_vectors(use_compiler, tmp_path, flag):
     use_compiler(compiler_with(tmp_path, "-O1", flag))
     if isinstance(cpu_library.load(), str):
         pytest.skip(cpu_library.load())
-    options = dict(D=20, B=2, beta=0.6)
-    for need_logits in (True, False):
-        options["need_logits"] = need_logits
-        check("cpu", "aa", (3, 3), E=3, **options)
-        check("cpu", "ea", (5, 7), E=3, **options)
-        check("cpu", "ea", (2, 9), E=6, **options)
-        check("cpu", "pa", (4, 4), E=2, **options)
+    shapes = [("aa", (3, 3), 3), ("ea", (5, 7), 3), ("ea", (2, 9), 6), ("pa", (4, 4), 2)]
+    for need_logits, (kind, size, E) in product((True, False), shapes):
+        check("cpu", kind, size, E=E, D=20, B=2, beta=0.6, need_logits=need_logits)
 
 
 def test_the_library_is_another_after_any_change(monkeypatch, tmp_path):
@@ -581,35 +571,35 @@ def test_an_unknown_implementation_is_named():
     [("aa", False, "sdpa"), ("aa", True, "reference"), ("ea", False, "reference")],
 )
 def test_devices_without_kernels_take_torchs_fused_attention_where_it_suffices(
-    kind, need_logits, name, said
+    kind, need_logits, name, log
 ):
     """Uses the meta device; the CPU tests check that `sdpa` equals the reference."""
     tensors = problem(kind, (3, 4), device="meta")
     out, logits = attend(**tensors, need_logits=need_logits)
-    assert f"evolving attention on meta in torch.float32 by {name!r}" in said.messages[-1]
+    assert f"evolving attention on meta in torch.float32 by {name!r}" in log.messages[-1]
     assert out.shape == tensors["v"].shape
     assert (logits is not None) == need_logits
 
 
-def test_the_reason_is_logged_once(said):
+def test_the_reason_is_logged_once(log):
     for each in (AA_PROBLEM, AA_PROBLEM, {n: t.double() for n, t in AA_PROBLEM.items()}):
         attend(**each)
-    assert said.messages == [
+    assert log.messages == [
         "evolving attention on cpu in torch.float32 by 'cpu'",
         "evolving attention on cpu in torch.float64 by 'reference'; not cpu: it needs float32 or bfloat16, got "
         "torch.float64",
     ]
 
 
-def test_maps_of_more_than_2500_pixels_are_logged_once(said):
+def test_maps_of_more_than_2500_pixels_are_logged_once(log):
     sizes = dict(dim_qk=2, dim_v=2, num_heads=2, feat_size=(50, 50))
     layer = AugmentedConv2d(4, 4, **sizes, evolution=EvolvingAttention(2))
-    assert not said.messages
+    assert not log.messages
     layer.set_feat_size((52, 50))
     x = torch.zeros(1, 2, 2600, 1)
     prev = torch.zeros(1, 2, 2600, 2600)
     evolving_attention(x, x, x, prev_logits=prev, feat_size=(52, 50), need_logits=False)
-    (line,) = [message for message in said.messages if "map of" in message]
+    (line,) = [message for message in log.messages if "map of" in message]
     start = "a map of 52 x 50 takes 54 MB per image and layer in float32; map_reduction=32"
     assert line.startswith(start)
 
@@ -724,23 +714,6 @@ def test_fewer_keys_than_queries(implementation):
 
 
 # ---- the layer
-
-
-def chain(dropout_p=0.0, **options):
-    torch.manual_seed(0)
-    layers = nn.ModuleList()
-    sizes = dict(dim_qk=8, dim_v=4, num_heads=4, feat_size=(6, 5), attn_drop=dropout_p)
-    for number in range(3):
-        evolution = EvolvingAttention(4, **options) if number else None
-        layers.append(AugmentedConv2d(8, 8, **sizes, evolution=evolution))
-    return layers
-
-
-def run(layers, x):
-    logits = None
-    for i, layer in enumerate(layers):
-        x, logits = layer(x, logits, i + 1 < len(layers))
-    return x, logits
 
 
 @pytest.mark.parametrize("learnable,dropout_p", [(False, 0.0), (True, 0.0), ("per_head", 0.1)])

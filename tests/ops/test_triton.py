@@ -4,7 +4,6 @@ The interpreter must be chosen before Triton is imported, so this file runs itse
 """
 
 import importlib.util
-import logging
 from itertools import product
 
 import pytest
@@ -13,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
-from ea_vision.ops import evolving_attention
+from ea_vision.ops import evolving_attention, use_implementation
 from ea_vision.ops import triton_attention as ours
 from ea_vision.ops.problem import Problem
-from tests.ops.oracle import CASES, TOLERANCE, check, problem, random_case
+from tests.ops.oracle import CASES, TOLERANCE, chain, check, problem, random_case, run
 from tests.process import python
 from tests.refused import refused
 from tests.slow import slow_but
@@ -110,30 +109,21 @@ def test_maps_of_the_networks(side, monkeypatch):
 
 @kernels
 def test_chain():
-    """Three layers that pass their logits on in the layout of the kernel, compared with three reference layers."""
-    size = (2, 5)
-    layers = [new("ea" if i else "aa", size, 4, 8, 3, seed=i) for i in range(3)]
-    tolerance = 1e-6 if DEVICE == "cpu" else TOLERANCE[torch.float32]
+    """Layers pass their logits on in the layout of the kernel."""
+    layers = chain().to(DEVICE)
+    x = torch.randn(2, 8, 6, 5, device=DEVICE)
 
-    def chain(implementation, dtype):
-        total = 0.0
-        logits = None
-        used = []
-        for i, layer in enumerate(layers):
-            x = {name: tensor.to(dtype).requires_grad_() for name, tensor in layer.items()}
-            x["prev_logits"] = logits
-            options = dict(feat_size=size, need_logits=i < 2, implementation=implementation)
-            out, logits = evolving_attention(**x, **options)
-            weights = torch.linspace(-1, 1, out.numel(), device=DEVICE)
-            total = total + (out.flatten().double() * weights).sum()
-            del x["prev_logits"]
-            used += x.values()
-        assert logits is None
-        return torch.autograd.grad(total, used)
+    def gradients(implementation, dtype):
+        with use_implementation(implementation):
+            y, _ = run(layers.to(dtype), x.to(dtype))
+        weights = torch.linspace(-1, 1, y.numel(), device=DEVICE)
+        return torch.autograd.grad(
+            (y.flatten().double() * weights).sum(), list(layers.parameters())
+        )
 
-    exact = chain("reference", torch.float64)
-    for have, want in zip(chain("triton", torch.float32), exact, strict=True):
-        assert (have.double() - want).norm() <= tolerance * want.norm()
+    exact = gradients("reference", torch.float64)
+    for have, want in zip(gradients("triton", torch.float32), exact, strict=True):
+        assert (have.double() - want).norm() <= TOLERANCE[torch.float32] * want.norm()
 
 
 @kernels
@@ -251,14 +241,14 @@ def test_reason_on_the_cpu():
     ],
 )
 def test_a_gpu_that_falls_back_to_the_reference_warns_with_the_memory(
-    capability, dtype, feat_size, runs, monkeypatch, caplog
+    capability, dtype, feat_size, runs, monkeypatch, log
 ):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(ours, "INTERPRETING", False)
-    with FakeTensorMode(), caplog.at_level(logging.INFO):
+    with FakeTensorMode():
         tensors = problem("ea", feat_size, D=4, E=4, kernel=0, dtype=dtype, device="cuda")
         evolving_attention(**tensors, feat_size=feat_size)
-    [record] = [each for each in caplog.records if "evolving attention" in each.message]
+    [record] = [each for each in log.records if "evolving attention" in each.message]
     assert ("by 'triton'" in record.message) == runs
     assert (record.levelname == "WARNING") != runs
     if not runs:

@@ -23,6 +23,7 @@ from torchvision.models import swin_transformer
 import ea_vision
 from ea_vision.base.files import atomic_write
 from ea_vision.engine import checkpoint, run_folder
+from tests import run_folders
 from tests.models.zoo import TINY, images
 
 NAME = "ea_conv_transformer_cifar"
@@ -73,11 +74,8 @@ def small_swin(img_size=32):
 
 def write_run(folder):
     """Write a run folder of `tiny`: checkpoints of epochs 1 and 2, snapshots of 2 and 4; the epoch is the seed."""
-    folder.mkdir(parents=True)
-    about = {"model_kwargs": KWARGS, "classes": ["ant", "bee", "cow"]}
-    about |= {"mean": [0.5] * 3, "std": [0.2] * 3}
-    run_folder.write_config(folder, {"model": NAME, "dataset": "digits"}, about)
-    run_folder.write_weights(folder, tiny().state_dict())
+    about = {"classes": ["ant", "bee", "cow"], "mean": [0.5] * 3, "std": [0.2] * 3}
+    run_folders.write_run(folder, NAME, tiny(), KWARGS, **about)
     for epoch, file in ((2, "last.ckpt"), (1, "best.ckpt")):
         progress = {"epoch": epoch, "updates": epoch}
         held = {"model": tiny(seed=epoch).state_dict(), "ema": None, "progress": progress}

@@ -9,7 +9,7 @@ import transformers
 from PIL import Image
 
 import ea_vision
-from ea_vision.engine import run_folder, train_cifar
+from ea_vision.engine import train_cifar
 from ea_vision.predict import main as predict
 from ea_vision.predict import predict as predictions
 from ea_vision.sizes import count_network
@@ -17,6 +17,7 @@ from ea_vision.zoo.loaded import load_model
 from ea_vision.zoo.source import source_of
 from tests.models.test_huggingface import VISION
 from tests.refused import refused
+from tests.run_folders import write_run
 
 VIT = "test_vit"
 REFUSED = {"class_token": False}  # timm asserts that a pooling by token has one
@@ -24,11 +25,7 @@ REFUSED = {"class_token": False}  # timm asserts that a pooling by token has one
 
 @pytest.fixture
 def refused_run(tmp_path):
-    folder = tmp_path / "run"
-    folder.mkdir()
-    run_folder.write_config(folder, {"model": VIT, "dataset": "digits"}, {"model_kwargs": REFUSED})
-    run_folder.write_weights(folder, timm.create_model(VIT).state_dict())
-    return folder
+    return write_run(tmp_path / "run", VIT, timm.create_model(VIT), REFUSED)
 
 
 @pytest.mark.parametrize(
@@ -61,12 +58,10 @@ def test_a_keyword_that_a_network_lacks_is_named():
 
 def test_keywords_beside_trained_weights_are_refused(tmp_path):
     """A run and a file have those that their weights were trained with; they were passed over without a word."""
-    run = tmp_path / "run"
-    run.mkdir()
-    network = timm.create_model(VIT, num_classes=10)
-    about = {"model_kwargs": {"num_classes": 10}, "classes": list("0123456789")}
-    run_folder.write_config(run, {"model": VIT, "dataset": "digits", "img_size": 32}, about)
-    run_folder.write_weights(run, network.state_dict())
+    ten = {"num_classes": 10}
+    config = {"model": VIT, "model_kwargs": {}, "dataset": "digits", "img_size": 32}
+    network = timm.create_model(VIT, **ten)
+    run = write_run(tmp_path / "run", VIT, network, ten, config, classes=list("0123456789"))
     moved = shutil.copy(run / "model.safetensors", tmp_path)
     for target in (run, run / "model.safetensors", moved):
         ea_vision.load(target)

@@ -18,11 +18,12 @@ import ea_vision
 from ea_vision import export, predict
 from ea_vision.base.errors import UsageError
 from ea_vision.data.small_images import load_dataset
-from ea_vision.engine import run_folder, train_cifar, train_imagenet
+from ea_vision.engine import train_cifar, train_imagenet
 from ea_vision.engine.config import resolve
 from ea_vision.visualize.figure_request import record
 from ea_vision.zoo.loaded import as_model
 from tests.recorder.networks import lively
+from tests.run_folders import write_run
 
 TRAINERS = {
     "train-cifar": (train_cifar, train_cifar.CifarConfig),
@@ -38,39 +39,49 @@ def colours(size, seed):
     return Image.fromarray(pixels)
 
 
-def with_alpha(image, mode="RGBA"):
-    clear = image.convert("RGBA")
-    clear.putalpha(image.convert("L"))
-    return clear.convert(mode)
+def in_mode(image, mode):
+    """Return an image in a mode of Pillow; where the mode has an alpha, it is the image's grey."""
+    if mode == "P":
+        return image.quantize(16)
+    if mode in ("RGBA", "LA"):
+        grey = image.convert("L")
+        image = image.convert("RGBA")
+        image.putalpha(grey)
+    return image.convert(mode)
+
+
+MODES = {
+    "alpha.png": "RGBA",
+    "alpha.webp": "RGBA",
+    "grey with alpha.png": "LA",
+    "palette.png": "P",
+    "palette.gif": "P",
+    "grey.png": "L",
+    "cmyk.jpg": "CMYK",
+    "one bit.png": "1",
+    "turned.jpg": "RGB",
+}
 
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory):
     """A folder of three classes with every kind of file that people have."""
     root = tmp_path_factory.mktemp("photos")
-    upright = Image.Exif()
-    upright[274] = 6  # on its side
+    turned = Image.Exif()
+    turned[274] = 6  # on its side
+    options = {"palette.png": {"transparency": 3}, "turned.jpg": {"exif": turned}}
     grey16 = np.random.default_rng(0).integers(0, 65536, (50, 70), dtype=np.uint16)
     images = {f"{width}x{height}.png": colours((width, height), 1) for width, height in SHAPES}
     images |= {
-        "alpha.png": with_alpha(colours((60, 50), 2)),
-        "alpha.webp": with_alpha(colours((60, 50), 3)),
-        "grey with alpha.png": with_alpha(colours((60, 50), 4), "LA"),
-        "palette.png": colours((60, 50), 5).quantize(16),
-        "palette.gif": colours((60, 50), 6).quantize(16),
-        "grey.png": colours((60, 50), 7).convert("L"),
-        "16 bits.png": Image.fromarray(grey16),
-        "cmyk.jpg": colours((60, 50), 8).convert("CMYK"),
-        "one bit.png": colours((60, 50), 9).convert("1"),
-        "tall.bmp": colours((31, 90), 10),
-        "wide.tiff": colours((90, 31), 11),
+        name: colours(size, 2) for name, size in (("tall.bmp", (31, 90)), ("wide.tiff", (90, 31)))
     }
+    images["16 bits.png"] = Image.fromarray(grey16)
+    for seed, (name, mode) in enumerate(MODES.items(), start=3):
+        images[name] = in_mode(colours((60, 50), seed), mode)
     for number, (name, image) in enumerate(images.items()):
         folder = root / "val" / CLASSES[number % 3]
         folder.mkdir(parents=True, exist_ok=True)
-        keywords = {"transparency": 3} if name == "palette.png" else {}
-        image.save(folder / name, **keywords)
-    colours((60, 50), 12).save(root / "val" / "ant" / "turned.jpg", exif=upright)
+        image.save(folder / name, **options.get(name, {}))
     shutil.copytree(root / "val", root / "train")
     return root
 
@@ -85,18 +96,13 @@ def network(name, size):
     return lively(timm.create_model(name, **kwargs)), kwargs
 
 
-def write_run(folder, trainer, name, size, **options):
+def random_run(folder, trainer, name, size, **options):
     """Write the run folder of a network with random weights, as a trainer leaves it."""
-    folder.mkdir()
     model, kwargs = network(name, options.get("eval_img_size", size))
-    config = resolve(
-        TRAINERS[trainer][1], {"recipe": "none", "model": name, "img_size": size, **options}
-    )
-    about = {"model_kwargs": kwargs, "classes": CLASSES}
-    about |= {"mean": [0.5, 0.4, 0.3], "std": [0.2, 0.3, 0.25]}
-    run_folder.write_config(folder, asdict(config), about)
-    run_folder.write_weights(folder, model.state_dict())
-    return folder
+    options = {"recipe": "none", "model": name, "img_size": size, **options}
+    config = asdict(resolve(TRAINERS[trainer][1], options))
+    about = {"classes": CLASSES, "mean": [0.5, 0.4, 0.3], "std": [0.2, 0.3, 0.25]}
+    return write_run(folder, name, model, kwargs, config, **about)
 
 
 class Inputs:
@@ -171,7 +177,7 @@ def check_alike(trainer, target, photos, output, *options):
 )
 def test_predict_sees_what_evaluate_sees(tmp_path, photos, trainer, options, name):
     """Of a run, of weights in it, of the same weights elsewhere, and of the network as a file."""
-    run = write_run(tmp_path / "run", trainer, name, 32, **options)
+    run = random_run(tmp_path / "run", trainer, name, 32, **options)
     inputs = check_alike(trainer, run, photos, tmp_path / "a")
     assert len(inputs) == len(sorted_files(photos))
     assert torch.equal(
@@ -311,7 +317,7 @@ def test_figures_show_the_pixels_that_the_network_saw(name):
 
 
 def test_the_probe_sees_what_is_evaluated(tmp_path, photos):
-    run = write_run(tmp_path / "run", "train-imagenet", "test_resnet", 32, eval_resize=37)
+    run = random_run(tmp_path / "run", "train-imagenet", "test_resnet", 32, eval_resize=37)
     preparation = as_model(run).preparation
     images = load_dataset("folder", str(photos), preparation).test
     for image, file in zip(images.images, images.names, strict=True):
