@@ -6,7 +6,6 @@ import sys
 import pytest
 
 from ea_vision.data.small_images import load_dataset
-from ea_vision.detection.evaluate import require_pycocotools
 from ea_vision.engine.step_log import StepLog
 from ea_vision.engine.train_cifar import CifarConfig
 from tests.refused import refused
@@ -38,7 +37,6 @@ def test_the_core_needs_no_extra():
     "use, package, extra",
     [
         (lambda folder: load_dataset("digits", "", 8, False), "sklearn", "data"),
-        (lambda folder: require_pycocotools(), "pycocotools", "detection"),
         (lambda folder: StepLog(folder, CifarConfig(wandb="trial"), 0), "wandb", "logging"),
         (
             lambda folder: StepLog(folder, CifarConfig(tensorboard=True), 0),
@@ -46,7 +44,7 @@ def test_the_core_needs_no_extra():
             "logging",
         ),
     ],
-    ids=["digits", "detection", "wandb", "tensorboard"],
+    ids=["digits", "wandb", "tensorboard"],
 )
 def test_a_missing_package_is_an_error_that_names_its_extra(
     use, package, extra, tmp_path, monkeypatch

@@ -211,7 +211,9 @@ def test_errors_are_one_line(data, tmp_path, more, message):
 
 def test_without_pycocotools_one_line_says_what_to_install(data, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pycocotools.coco", None)
-    with refused(r"needs pycocotools, not installed .*pip install pycocotools"):
+    with refused(
+        r"needs pycocotools, not installed .*pip install pycocotools.*the extra detection"
+    ):
         train.main(arguments(data, tmp_path / "run"))
 
 
