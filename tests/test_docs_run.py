@@ -17,7 +17,7 @@ import transformers
 from PIL import Image
 
 from ea_vision.__main__ import main
-from tests.engine.runner import make_folder
+from tests.data.photos import make_folder
 from tests.models import test_huggingface as huggingface
 from tests.process import ROOT
 from tests.slow import FFCV, slow_but

@@ -1,4 +1,4 @@
-"""Small JPEG photos to train on: colours in noise."""
+"""Small photos to train on: colours in noise."""
 
 import io
 import subprocess
@@ -26,17 +26,35 @@ def pack(folder, tar, *options):
     return tar
 
 
-def make_photos(root, train=40, val=13, classes=3, side=40):
-    """Write root/{train,val}/class_i/name.jpg of various shapes, the shorter side `side` pixels."""
+def make_classes(root, counts, classes, suffix, noise):
+    """Write root/SPLIT/class_i/NUMBER of noise(rng, number), an array (H, W, 3), with more of the class's colour."""
     rng = np.random.default_rng(0)
-    for split, count in (("train", train), ("val", val)):
+    for split, count in counts.items():
         for index in range(count):
             label = index % classes
-            size = (side + 3 * (index % 4), side) if index % 2 else (side, side + 5)
-            path = root / split / f"class_{label}" / f"{index:03d}.jpg"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            noise = Image.fromarray(rng.integers(0, 120, (6, 6, 3), dtype=np.uint8))
-            pixels = np.asarray(noise.resize(size, Image.Resampling.BICUBIC)).copy()
+            pixels = noise(rng, index)
             pixels[..., label % 3] += 100
+            path = root / split / f"class_{label}" / f"{index:03d}{suffix}"
+            path.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(pixels).save(path, quality=95)
     return root
+
+
+def make_photos(root, train=40, val=13, classes=3, side=40):
+    """Write root/{train,val}/class_i/name.jpg of various shapes, the shorter side `side` pixels."""
+
+    def noise(rng, index):
+        size = (side + 3 * (index % 4), side) if index % 2 else (side, side + 5)
+        small = Image.fromarray(rng.integers(0, 120, (6, 6, 3), dtype=np.uint8))
+        return np.array(small.resize(size, Image.Resampling.BICUBIC))
+
+    return make_classes(root, {"train": train, "val": val}, classes, ".jpg", noise)
+
+
+def make_folder(root, train=40, test=13, classes=3, side=32):
+    """Write square images: root/{train,test}/class_i/name.png."""
+
+    def noise(rng, _):
+        return rng.integers(0, 120, (side, side, 3), dtype=np.uint8)
+
+    return make_classes(root, {"train": train, "test": test}, classes, ".png", noise)

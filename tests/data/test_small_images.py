@@ -13,7 +13,7 @@ from torchvision import datasets
 from ea_vision.data.decoding import BrokenImage
 from ea_vision.data.scaling import Scaling
 from ea_vision.data.small_images import hold_out, load_dataset
-from tests.engine.runner import make_folder
+from tests.data.photos import make_folder
 from tests.refused import refused
 
 load = partial(load_dataset, "folder")

@@ -3,8 +3,8 @@
 import pytest
 
 from ea_vision.engine import train_cifar
-from tests.data.photos import make_photos
-from tests.engine.runner import error_of, make_folder
+from tests.data.photos import make_folder, make_photos
+from tests.engine.runner import error_of
 
 
 @pytest.fixture(scope="session")

@@ -14,10 +14,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import safetensors.torch
 import torch
-from PIL import Image
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
 import train_imagenet  # noqa: F401  (loaded once, for the processes that train with it)
@@ -36,20 +34,6 @@ from experiments.learning_curves import read_metrics
 BN_MODEL = "--model test_resnet --model-kwargs drop_rate=0.2"  # batch statistics and dropout
 GN_MODEL = "--model test_efficientnet_gn --model-kwargs drop_rate=0".split()  # neither
 SECONDS = 900  # that a run may take on a busy machine
-
-
-def make_folder(root, train=40, test=13, classes=3, side=32):
-    """Write PNG images of `classes` colours in noise: root/{train,test}/class_i/name.png."""
-    rng = np.random.default_rng(0)
-    for split, count in (("train", train), ("test", test)):
-        for index in range(count):
-            label = index % classes
-            pixels = rng.integers(0, 120, (side, side, 3), dtype=np.uint8)
-            pixels[..., label % 3] += 100
-            path = root / split / f"class_{label}" / f"{index:03d}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(pixels).save(path)
-    return root
 
 
 CPU = World(0, 1, torch.device("cpu"))

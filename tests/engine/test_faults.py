@@ -24,14 +24,13 @@ from ea_vision.engine import checkpoint, train_cifar, train_imagenet
 from ea_vision.engine.run import enable_checkpointing
 from ea_vision.engine.step_log import StepLog
 from experiments.learning_curves import write_learning_curves
-from tests.data.photos import make_photos
+from tests.data.photos import make_folder, make_photos
 from tests.engine.runner import (
     after_update,
     arguments,
     around,
     error_of,
     failure,
-    make_folder,
     saved,
     stopped,
     times_of,

@@ -15,11 +15,11 @@ from PIL import Image
 from ea_vision.detection import train as detection
 from ea_vision.engine import run_folder, train_cifar, train_imagenet
 from experiments.learning_curves import read_metrics, write_learning_curves
+from tests.data.photos import make_folder
 from tests.engine.runner import (
     arguments,
     assert_equal,
     error_of,
-    make_folder,
     rows_of,
     saved,
     stopped,

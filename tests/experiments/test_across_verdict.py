@@ -33,7 +33,7 @@ from experiments.across.plan import (
 from experiments.across.sequences import recall
 from experiments.collapse import run as collapse
 from experiments.evidence import read_runs, write_runs
-from tests.engine.runner import make_folder
+from tests.data.photos import make_folder
 from tests.experiments.pages import page_says, rows_of, section, table, top1_of
 from tests.refused import refused
 

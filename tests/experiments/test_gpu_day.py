@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 
 from experiments import gpu_day
-from tests.engine.runner import make_folder
+from tests.data.photos import make_folder
 
 FILES = {
     "machine",

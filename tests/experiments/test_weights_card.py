@@ -10,7 +10,8 @@ from ea_vision.data.small_images import load_dataset
 from ea_vision.engine import run_folder
 from ea_vision.engine.evaluate import logits_by_views
 from experiments import weights_card
-from tests.engine.runner import arguments, make_folder, train
+from tests.data.photos import make_folder
+from tests.engine.runner import arguments, train
 
 
 def top1_of(logits, targets):

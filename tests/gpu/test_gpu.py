@@ -18,7 +18,7 @@ import torch
 
 import ea_vision  # noqa: F401
 from ea_vision.ops import use_implementation
-from tests.engine.runner import make_folder
+from tests.data.photos import make_folder
 from tests.ops.oracle import check
 
 ON_GPU = torch.cuda.is_available()

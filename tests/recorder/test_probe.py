@@ -16,7 +16,7 @@ from ea_vision.recorder import probe
 from ea_vision.recorder.probe import extract_maps, shuffled_in_space, untrained_network
 from ea_vision.recorder.probe_network import ProbeNet, ProbeRecipe, train_probe
 from ea_vision.zoo.loaded import load_model
-from tests.engine.runner import make_folder
+from tests.data.photos import make_folder
 from tests.recorder.networks import gap, recorded, write_run
 from tests.refused import refused
 

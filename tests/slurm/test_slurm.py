@@ -13,12 +13,12 @@ from ea_vision.__main__ import main
 from ea_vision.engine import checkpoint, run_folder, train_cifar, train_imagenet
 from ea_vision.engine.train import Trainer
 from experiments import evidence
+from tests.data.photos import make_folder
 from tests.engine.runner import (
     SignalAfterUpdate,
     arguments,
     around,
     error_of,
-    make_folder,
     run_world,
     saved,
     train,
