@@ -173,19 +173,15 @@ def _default(model_cls: type[nn.Module], key: str) -> Any:
     return defaults.get(key)
 
 
-def _same_evolution(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+def _same_evolution(*networks: Mapping[str, Any]) -> bool:
     """Return whether the keywords of two networks create evolutions with the same modules and gates."""
-    first = AttentionConfig.take(dict(one)).new_evolution()
-    second = AttentionConfig.take(dict(other)).new_evolution()
-    if first is None or second is None:
-        return first is second
-    gates = first.gates()
-    others = second.gates()
-    if repr(first) != repr(second) or gates.keys() != others.keys():
-        return False
-    return all(
-        torch.equal(torch.as_tensor(gates[name]), torch.as_tensor(others[name])) for name in gates
-    )
+    described = []
+    for keywords in networks:
+        evolution = AttentionConfig.take(dict(keywords)).new_evolution()
+        gates = {} if evolution is None else evolution.gates()
+        values = {name: torch.as_tensor(gate).tolist() for name, gate in gates.items()}
+        described.append((repr(evolution), values))
+    return described[0] == described[1]
 
 
 def _comparable(value: Any) -> Any:
