@@ -8,6 +8,7 @@ skipped (`image_names`). timm's readers, which could do most of this, read a tar
 `images` as the class of class/images/x.jpg.
 """
 
+import contextlib
 import hashlib
 import io
 import logging
@@ -78,6 +79,8 @@ class ImageFiles:
         number = {name: target for target, name in enumerate(self.classes)}
         self.targets = np.array([number[label] for label in labels], np.int64)
         check_classes(self.name, self.classes, num_classes)
+        with contextlib.suppress(BrokenImage):  # reported when it is trained on
+            self.read(0)  # logs if it seems to have 12 bits, which worker processes do not log
 
     def __len__(self) -> int:
         return len(self.names)
@@ -144,7 +147,7 @@ class ImageFiles:
             data = read_span(self._tars[index] or self.describe(index), start, size)
         except OSError as error:
             raise BrokenImage(str(error)) from error
-        image = decode_image(io.BytesIO(data))
+        image = decode_image(io.BytesIO(data), name=self.describe(index))
         return image, int(self.targets[index])
 
     def fingerprint(self) -> str:

@@ -312,6 +312,22 @@ def test_transparency_is_dropped_as_in_timm(tmp_path, image, left, right):
         assert (shown[:, 4:] == right).all()
 
 
+def test_fewer_bits_in_a_file_of_sixteen_are_said(tmp_path, caplog):
+    """The trainers warn once, for the first image; predict warns once per image."""
+    for bits, lines in ((12, 1), (8, 1), (16, 0)):
+        folder = tmp_path / str(bits) / "class"
+        folder.mkdir(parents=True)
+        values = np.linspace(0, 2**bits - 1, 100).astype(np.uint16)
+        Image.fromarray(values[:, None]).save(folder / "x.png")
+        ImageFiles(folder.parent).read(0)
+        decode_image(folder / "x.png")
+        said = f"image {folder / 'x.png'} has 16 bits per channel and no value above {2**bits - 1}"
+        assert caplog.text.count("much too dark") == caplog.text.count(said) == lines
+        caplog.clear()
+    to_rgb(Image.new("I;16", (4, 4)))
+    assert not caplog.text, "a black image is no mistake"
+
+
 # ---- damaged bytes: one error, or what was there ---------------------------------------------------------------------
 
 PHOTO = picture(0, (40, 30))
