@@ -1,105 +1,8 @@
-"""The table of docs/record.md: whether the recorder and `evolve` take each architecture of timm, one network each.
-
-`python -m tests.recorder.test_architectures` prints the table anew, with architectures that it lacks.
-Networks are on the device "meta": shapes are sufficient here, and weights take no memory.
-"""
-
-import re
-import warnings
-from collections import defaultdict
+"""The table of docs/record.md is what the recorder and `evolve` do with the architectures of the installed timm."""
 
 import pytest
-import timm
-import torch
 
-from ea_vision.models.any_transformer import reason_against
-from ea_vision.recorder.recording import record_attention, recordable_layers
-from tests.process import ROOT
-
-PAGE = ROOT / "docs" / "record.md"
-ROW = re.compile(r"^\| ([^|]+) \| (yes|no) \| (`[^|]+`) \|$", re.MULTILINE)
-REASONS = {  # part of the error message -> text in the table
-    "and forms several": "refused: a layer forms several maps",
-    "must attend over": "refused: its tokens form no grid over the image",
-    "must form maps of": "refused: its maps are not (images, heads, queries, keys)",
-    "no map went through": "refused: no softmax over keys (linear attention)",
-}
-
-
-def of_class(layer):
-    return not (layer.channels or layer.pixels_ask or layer.layout.query_names)
-
-
-def verdict(name):
-    """Record a network; return a description of its maps, or why it is refused; "" without attention layers."""
-    with torch.device("meta"):
-        model = timm.create_model(name).eval()
-    recordable = recordable_layers(model)
-    if not recordable:
-        return ""
-    size = timm.data.resolve_model_data_config(model)["input_size"]
-    try:
-        with torch.no_grad(), record_attention(model) as maps:
-            model(torch.empty(1, *size, device="meta"))
-    except (ValueError, RuntimeError) as error:
-        [reason] = [text for said, text in REASONS.items() if said in str(error)]
-        return reason
-    assert list(maps) == [layer.number for layer in recordable]
-    layers = maps.values()
-    if any(layer.layout.placeless for layer in layers):
-        return "tokens without places"
-    applies = {
-        "in windows": any(layer.layout.windows is not None for layer in layers),
-        "of channels": any(layer.channels for layer in layers),
-        "reduced keys": any(layer.key_size != layer.feat_size for layer in layers),
-        "talking heads": any("mixed_attn" in layer.parts for layer in recordable),
-        "class attention": any(of_class(layer) for layer in layers),
-        "pooling": any(layer.pools for layer in recordable),
-    }
-    return ", ".join(text for text in applies if applies[text]) or "of all tokens"
-
-
-def evolves(name):
-    """Return whether `evolve` takes a network."""
-    with torch.device("meta"):
-        return "no" if reason_against(timm.create_model(name)) else "yes"
-
-
-def architectures():
-    """Return a small model's name for each of timm's modules."""
-    names = {}
-    for module in timm.list_modules():
-        architecture_names = []
-        for name in timm.list_models(module=module):
-            if timm.model_entrypoint(name).__module__.startswith("timm."):
-                architecture_names.append(name)
-        small = [
-            name for name in architecture_names if re.search(r"tiny|nano|small|_xxs|_s\b", name)
-        ]
-        if architecture_names:
-            names[module] = min(small or architecture_names, key=lambda name: (len(name), name))
-    return names
-
-
-def on_page():
-    """Return the table: both verdicts by name."""
-    table = {}
-    for said, takes, names in ROW.findall(PAGE.read_text(encoding="utf-8")):
-        for name in names.split(", "):
-            table[name.strip("`")] = (said, takes)
-    return table
-
-
-def known(table):
-    """Return the table's names that the installed timm has."""
-    return [name for name in table if timm.is_model(name)]
-
-
-def lacking():
-    """Return one name for each architecture that the table lacks."""
-    modules = [timm.model_entrypoint(name).__module__ for name in known(on_page())]
-    listed = {module.rpartition(".")[2] for module in modules}
-    return [name for module, name in architectures().items() if module not in listed]
+from experiments.architectures import evolves, known, lacking, on_page, verdict
 
 
 @pytest.mark.slow
@@ -110,13 +13,3 @@ def test_the_table_of_architectures_is_what_the_recorder_does():
     assert {name: (verdict(name), evolves(name)) for name in expected} == expected
     new = {name: verdict(name) for name in lacking()}
     assert not any(new.values()), new
-
-
-if __name__ == "__main__":
-    warnings.filterwarnings("ignore")
-    groups = defaultdict(list)
-    for name in sorted([*on_page(), *lacking()]):
-        if said := verdict(name):
-            groups[said, evolves(name)].append(f"`{name}`")
-    for (said, takes), names in sorted(groups.items()):
-        print(f"| {said} | {takes} | {', '.join(names)} |")
