@@ -2,14 +2,12 @@
 
 LOC_val_solution.csv                            Kaggle's: ImageId,PredictionString, which begins with a WordNet ID
 ILSVRC2012_devkit_t12.tar.gz                    numbers of classes, and their names in a file that scipy reads
-*validation_synset_labels.txt                   one WordNet ID per line, in the order of the images' names
 """
 
 import csv
 import io
 import re
 import tarfile
-from collections.abc import Callable
 from pathlib import Path
 
 from ea_vision.base.errors import UsageError, as_usage_error, extra_required
@@ -41,7 +39,9 @@ def labels_of(source: Path, names: list[str]) -> list[str]:
     Raises:
         UsageError: no label file, or one that is damaged or does not name every image.
     """
-    path, read = _label_file(source)
+    folders = (source, *source.absolute().parents[:FOLDERS_UP])
+    places = [folder / name for folder in folders for name in READERS]
+    path = next(filter(Path.is_file, places), None)
     if path is None:
         raise UsageError(
             f"{source} has ILSVRC's validation images without class folders: {' or '.join(READERS)} is "
@@ -49,18 +49,9 @@ def labels_of(source: Path, names: list[str]) -> list[str]:
         )
     problem = f"{path} cannot be read as labels of the {len(names)} images of {source}"
     with as_usage_error(problem, Exception):  # csv, scipy and tarfile raise many kinds
-        class_of_number = read(path)
+        class_of_number = READERS[path.name](path)
         numbers = [int(NAME.fullmatch(name)[2]) for name in names]
         return [class_of_number[number] for number in numbers]
-
-
-def _label_file(source: Path) -> tuple[Path | None, Callable[[Path], dict[int, str]] | None]:
-    """Return the first file of labels in a source, beside it or above it, and its reader."""
-    for folder in (source, *source.absolute().parents[:FOLDERS_UP]):
-        for pattern, read in READERS.items():
-            for path in sorted(folder.glob(pattern)):
-                return path, read
-    return None, None
 
 
 def _solution(path: Path) -> dict[int, str]:
@@ -70,11 +61,6 @@ def _solution(path: Path) -> dict[int, str]:
         number = row["ImageId"].rpartition("_")[2]
         labels[int(number)] = row["PredictionString"].split()[0]
     return labels
-
-
-def _synsets(path: Path) -> dict[int, str]:
-    """Read a list of WordNet IDs."""
-    return dict(enumerate(path.read_text(encoding="utf-8").split(), start=1))
 
 
 def _devkit(path: Path) -> dict[int, str]:
@@ -93,8 +79,4 @@ def _devkit(path: Path) -> dict[int, str]:
     return dict(enumerate(labels, start=1))
 
 
-READERS = {
-    "LOC_val_solution.csv": _solution,
-    "ILSVRC2012_devkit_t12.tar.gz": _devkit,
-    "*validation_synset_labels.txt": _synsets,
-}
+READERS = {"LOC_val_solution.csv": _solution, "ILSVRC2012_devkit_t12.tar.gz": _devkit}

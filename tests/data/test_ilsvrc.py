@@ -1,4 +1,4 @@
-"""ImageNet as distributed: flat validation images with three kinds of label files, tars, Kaggle's archive."""
+"""ImageNet as distributed: flat validation images with two kinds of label files, tars, Kaggle's archive."""
 
 import tarfile
 from pathlib import Path
@@ -53,17 +53,12 @@ def devkit(path):
         tar.add(folder, folder.name)
 
 
-def synsets(path):
-    path.write_text("\n".join(LABELS.values()), encoding="utf-8")
-
-
 @pytest.mark.parametrize(
     "write, name",
     [
         (kaggle, "LOC_val_solution.csv"),
         (kaggle, "val/LOC_val_solution.csv"),
         (devkit, "ILSVRC2012_devkit_t12.tar.gz"),
-        (synsets, "imagenet_2012_validation_synset_labels.txt"),
     ],
     ids=lambda given: getattr(given, "__name__", given),
 )
