@@ -6,7 +6,8 @@
 A change is the total variation between a layer's attention and the attention of its own logits alone, at the same scale
 (`ea_vision.recorder.quantities.own_alone`): 0 for equal maps, 1 for maps without overlap. The script chooses the query
 and head for which the smallest change over the evolving layers is largest, and prints the caption. Typical changes are
-means over heads, queries and the images of --typical (at most 200, evenly spaced).
+means over heads, queries and the images of --typical (at most 200, evenly spaced); of several images it also prints how
+centred their maps are.
 """
 
 import argparse
@@ -18,8 +19,8 @@ import torch
 from torch import Tensor
 
 from ea_vision.base.errors import UsageError, exit_code
-from ea_vision.recorder.quantities import total_variation
-from ea_vision.recorder.recording import PARTS
+from ea_vision.recorder.quantities import map_correlation, total_variation
+from ea_vision.recorder.recording import PARTS, record_attention
 from ea_vision.recorder.selection import parse_layers
 from ea_vision.visualize.figure_options import check_output, save
 from ea_vision.visualize.figure_request import record
@@ -27,7 +28,7 @@ from ea_vision.visualize.map_style import MapStyle
 from ea_vision.visualize.strip import add_own_alone, draw_change
 from ea_vision.visualize.tiles import OWN_ALONE, Recording, cell_of
 from ea_vision.zoo.inputs import find_images, read_image
-from ea_vision.zoo.loaded import load_model
+from ea_vision.zoo.loaded import LoadedModel, load_model
 
 PHOTOS = 200  # of --typical, at most
 
@@ -88,6 +89,24 @@ def caption(
     )
 
 
+def centring(model: LoadedModel, images: Sequence[str]) -> tuple[float, float]:
+    """Return how alike maps of head 0 of layer 3 are, means over all queries: two mean correlations over the images.
+
+    The first is of the mirrored image's map and the mirrored map, the second of a map and the mean map of all images.
+    """
+    inputs = torch.stack([model.input_of(read_image(image)) for image in images])
+    both = []
+    for batch in (inputs, inputs.flip(-1)):
+        with torch.inference_mode(), record_attention(model.model, [3]) as maps:
+            model.model(batch)
+        both.append(maps[3].attn[:, :1].mean(2).unflatten(2, maps[3].feat_size))
+    own, mirrored = both
+    mean = own.mean(0, keepdim=True).expand_as(own)
+    others = (mirrored.flip(-1), mean)
+    to_mirrored, to_mean = (float(map_correlation(own, other).mean()) for other in others)
+    return to_mirrored, to_mean
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -124,6 +143,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         typical[number] = float(torch.stack([other[number] for other in others]).mean())
     what = f"{len(others)} images" if args.typical else "this photo"
     print(caption(recording, changed, head, query, typical, what))
+    if len(photos) > 1:
+        mirrored, mean = centring(model, photos)
+        print(
+            f"Correlation with the mirrored image's map {mirrored:.2f}, with the mean map {mean:.2f}"
+        )
     if output:
         numbers = [layer.number for layer in layers]
         style = MapStyle(style="fog")

@@ -7,16 +7,14 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
-import ea_vision
 from ea_vision.recorder.recording import PARTS, recordable_layers
 from ea_vision.visualize.figure_request import record
 from ea_vision.visualize.heatmap import main as heatmap
-from ea_vision.zoo.inputs import find_images, read_image
+from ea_vision.zoo.inputs import find_images
 from ea_vision.zoo.loaded import load_model
-from experiments.evolution_at_work import main
+from experiments.evolution_at_work import centring, main
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -24,11 +22,6 @@ CAT = DOCS / "cat.jpg"
 PHOTOS = sorted(DOCS.glob("photos/*.jpg"))
 PAGE = (DOCS / "how-it-works.md").read_text(encoding="utf-8")
 CIFAR = ROOT.parent / "shared" / "data" / "cifar10" / "test.tar"
-
-
-@pytest.fixture(scope="module")
-def model():
-    return load_model("ea_conv_transformer_cifar")
 
 
 def caption():
@@ -80,38 +73,13 @@ def test_the_shipped_pa_hardly_uses_the_previous_map():
     assert "In `pa_conv_transformer_cifar` the mean is 0.01" in PAGE
 
 
-def mean_maps(model, images):
-    """Return the maps of head 0 of layer 3, averaged over all queries, (images, 8, 8)."""
-    with torch.inference_mode(), ea_vision.record_attention(model.model, [3]) as maps:
-        model.model(images)
-    return maps[3].attn[:, 0].mean(1).unflatten(1, (8, 8)).numpy()
-
-
-def likeness(maps, others):
-    """Return the mean correlation of corresponding maps."""
-    others = np.broadcast_to(others, maps.shape)
-    similarities = []
-    for one, other in zip(maps, others, strict=True):
-        similarities.append(np.corrcoef(one.ravel(), other.ravel())[0, 1])
-    return np.mean(similarities)
-
-
-def maps_and_mirror(model, paths):
-    """Return the maps of images, and their likeness with the mirrored maps of the mirrored images."""
-    images = torch.stack([model.input_of(read_image(path)) for path in paths])
-    maps = mean_maps(model, images)
-    mirrored = mean_maps(model, images.flip(-1))[..., ::-1]
-    return maps, likeness(maps, mirrored)
-
-
 @pytest.mark.skipif(not CIFAR.exists(), reason="needs CIFAR-10 beside the checkout")
-def test_how_centred_the_maps_are_as_the_docs_say(model, tmp_path):
+def test_how_centred_the_maps_are_as_the_docs_say(tmp_path):
     """Every fiftieth of the 10,000 test images, in the order of their names."""
     with tarfile.open(CIFAR) as tar:
         tar.extractall(tmp_path, filter="data")
     folders = sorted(str(path) for path in tmp_path.iterdir() if path.is_dir())
-    maps, mirror = maps_and_mirror(model, find_images(folders)[::50])
-    mean = likeness(maps, maps.mean(0))
+    mirror, mean = centring(load_model("ea_conv_transformer_cifar"), find_images(folders)[::50])
     page = " ".join(PAGE.split())
     assert f"the mirrored map (correlation {mirror:.2f})" in page
     assert f"the mean map of all images is {mean:.2f} correlated" in page
