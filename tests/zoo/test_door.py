@@ -45,15 +45,17 @@ def test_what_a_runs_network_raises_is_one_line_everywhere(refused_run, use):
         use(str(refused_run))
 
 
-@pytest.mark.parametrize("random", [True, False])
-def test_what_a_named_network_raises_is_one_line(random):
-    with refused("refuses class_token=False"):
-        load_model("vit_tiny_patch16_224", random=random, **REFUSED)
-
-
-def test_a_keyword_that_a_network_lacks_is_named():
-    with refused("no keyword 'nosuch'"):
-        load_model("resnet18", random=True, nosuch=1)
+@pytest.mark.parametrize(
+    "keywords, message",
+    [
+        ({"random": True, **REFUSED}, "refuses class_token=False"),
+        (REFUSED, "refuses class_token=False"),
+        ({"random": True, "nosuch": 1}, "no keyword 'nosuch'"),
+    ],
+)
+def test_what_a_named_network_raises_is_one_line(keywords, message):
+    with refused(message):
+        load_model("vit_tiny_patch16_224", **keywords)
 
 
 def test_keywords_beside_trained_weights_are_refused(tmp_path):
