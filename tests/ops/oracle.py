@@ -217,29 +217,43 @@ for name, case in CASES.items():
     case["kind"] = {"EA": "ea", "PA": "pa", "fi": "aa"}[name[:2]]
 
 
+def among(data, *values):
+    """Draw one of some values."""
+    return data.draw(st.sampled_from(values))
+
+
 def random_case(data, most_side, heads, kernels, most_width):
     """Draw random arguments of `check`."""
 
-    def among(*values):
-        return data.draw(st.sampled_from(values))
-
-    def to(most):
+    def up_to(most):
         return data.draw(st.integers(1, most))
 
     return dict(
-        kind=among("aa", "ea", "pa"),
-        size=(to(most_side), to(2 * most_side)),
-        B=to(3),
-        K=among(*heads),
-        D=to(most_width),
-        E=to(most_width),
-        kernel=among(*kernels),
-        relative=among(True, False),
-        alpha=among(0.5, 0.0, 0.7),
-        beta=among(1.0, 0.6),
-        gates=among(None, "one", "heads"),
-        need_logits=among(True, False),
-        channels_last=among(True, False),
+        kind=among(data, "aa", "ea", "pa"),
+        size=(up_to(most_side), up_to(2 * most_side)),
+        B=up_to(3),
+        K=among(data, *heads),
+        D=up_to(most_width),
+        E=up_to(most_width),
+        kernel=among(data, *kernels),
+        relative=among(data, True, False),
+        alpha=among(data, 0.5, 0.0, 0.7),
+        beta=among(data, 1.0, 0.6),
+        gates=among(data, None, "one", "heads"),
+        need_logits=among(data, True, False),
+        channels_last=among(data, True, False),
+    )
+
+
+def random_form(data, case, *windows):
+    """Draw what only the C kernel has, and what it must not confuse, for a random case."""
+    tokens = case["size"][0] * case["size"][1]
+    return dict(
+        gates=among(data, case["gates"], (0.0, 1.0), (1.0, 0.0)),
+        prefix=min(tokens, among(data, 0, 0, 1, 5)),
+        dropout_p=among(data, 0.0, 0.0, 0.1, 0.6),
+        window=among(data, None, *windows),
+        uses=among(data, ("out",), ("out", "logits")),
     )
 
 

@@ -12,27 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ea_vision.ops import cpu, cpu_library
-from tests.ops.oracle import check, random_case
+from tests.ops.oracle import among, check, random_case, random_form
 
 
 @settings(max_examples=100, derandomize=True, deadline=None, database=None)
 @given(st.data())
 def attend(data):
     """Run forward and backward on a random shape."""
-
-    def among(*values):
-        return data.draw(st.sampled_from(values))
-
-    check(
-        "cpu",
-        **random_case(data, 5, (1, 3, 4, 9, 17), (0, 1, 3, 5), 9),
-        tolerance=math.inf,
-        dtype=among(*cpu_library.DTYPES),
-        prefix=among(0, 0, 1),
-        dropout_p=among(0.0, 0.3),
-        window=among(None, None, 1, (3, 5)),
-        uses=among(("out",), ("out", "logits")),
-    )
+    case = random_case(data, 5, (1, 3, 4, 9, 17), (0, 1, 3, 5), 9)
+    dtype = among(data, *cpu_library.DTYPES)
+    check("cpu", **{**case, **random_form(data, case, 1, (3, 5))}, tolerance=math.inf, dtype=dtype)
 
 
 def pool(*size):

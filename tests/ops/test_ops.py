@@ -35,6 +35,7 @@ from tests.ops.oracle import (
     outputs_and_gradients,
     problem,
     random_case,
+    random_form,
     run,
     same_bits,
 )
@@ -47,30 +48,16 @@ attend = partial(evolving_attention, feat_size=(3, 4))
 # near zero, rounding would decide what passes the ReLU
 HALF = dict(size=(7, 6), D=20, E=3, dtype=torch.bfloat16)
 POSITIVE = dict(HALF, bias=6.0)
-WINDOW = dict(size=(7, 5), K=4, E=20)
-ROWS = dict(WINDOW, channels_last=False)
-PREFIX = dict(size=(1, 38), B=2, K=3, D=8, E=6, beta=0.6)
 BLOCKS = dict(D=8)
 PAIR = dict(BLOCKS, K=2, channels_last=False)
-FURTHER = [  # forms that only the C kernel has, and maps that need many of its blocks
+FURTHER = [  # half precision, and maps that need many blocks of the C kernel
     dict(HALF, kind="aa"),
-    dict(kind="ea", size=(1, 2), prefix=2),
     dict(POSITIVE, kind="ea"),
     dict(POSITIVE, kind="ea", gates="one", dropout_p=0.6),
     dict(POSITIVE, kind="pa"),
     dict(POSITIVE, kind="pa", gates="heads"),
-    dict(WINDOW, kind="aa", window=3),
-    dict(WINDOW, kind="aa", window=(1, 5)),
-    dict(ROWS, kind="ea", window=3),
-    dict(ROWS, kind="ea", window=(5, 3), gates="heads"),
-    dict(ROWS, kind="pa", window=(3, 21)),
-    dict(kind="ea", size=(4, 5), gates=(0.0, 1.0)),
-    dict(kind="ea", size=(4, 5), gates=(1.0, 0.0)),
-    dict(kind="pa", size=(4, 5), gates=(0.0,)),
-    dict(kind="pa", size=(4, 5), gates=(1.0,)),
-    dict(PREFIX, kind="ea", prefix=2, gates="one"),
-    dict(PREFIX, kind="ea", prefix=5, kernel=5),
-    dict(PREFIX, kind="pa", prefix=5, kernel=1),
+    dict(kind="ea", size=(1, 2), prefix=2),
+    dict(kind="aa", size=(7, 5), K=4, E=20, window=(1, 5)),
     dict(BLOCKS, kind="ea", size=(14, 14), E=2),
     dict(BLOCKS, kind="ea", size=(1, 197), K=3, E=64, gates="one"),
     dict(PAIR, kind="ea", size=(21, 20), E=3),
@@ -79,8 +66,6 @@ FURTHER = [  # forms that only the C kernel has, and maps that need many of its 
     dict(BLOCKS, kind="ea", size=(7, 6), K=4, E=64, kernel=5, gates="heads"),
     dict(BLOCKS, kind="pa", size=(1, 2), K=3, E=5, gates="one"),
     dict(BLOCKS, kind="pa", size=(7, 6), K=4, E=64, kernel=1),
-    dict(kind="aa", size=(4, 4), B=2, K=2, E=16, dropout_p=0.6),
-    dict(kind="pa", size=(7, 6), B=2, E=8, D=20, gates="one", dropout_p=0.1),
 ]
 
 
@@ -148,10 +133,11 @@ def test_dropout_is_independent_between_entries_heads_images_and_draws():
     assert abs(chi_square.mean() - 1) < 4 * (2 / chi_square.numel()) ** 0.5
 
 
-@settings(max_examples=12, derandomize=True, deadline=None, database=None)
+@settings(max_examples=60, derandomize=True, deadline=None, database=None)
 @given(st.data())
-def test_cpu_kernel_on_random_shapes(data):
-    check("cpu", scale=0.3, **random_case(data, 9, range(1, 11), (1, 3, 5, 7), 40))
+def test_cpu_kernel_on_random_shapes_and_forms(data):
+    case = random_case(data, 9, range(1, 11), (1, 3, 5, 7), 40)
+    check("cpu", scale=0.3, **{**case, **random_form(data, case, 3, (5, 3), (3, 21))})
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
