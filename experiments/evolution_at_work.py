@@ -89,17 +89,17 @@ def caption(
     )
 
 
-def centring(model: LoadedModel, images: Sequence[str]) -> tuple[float, float]:
-    """Return how alike maps of head 0 of layer 3 are, means over all queries: two mean correlations over the images.
+def centring(model: LoadedModel, images: Sequence[str], layer: int = 3) -> tuple[float, float]:
+    """Return how alike maps of a layer's head 0 are, means over all queries: two mean correlations over the images.
 
     The first is of the mirrored image's map and the mirrored map, the second of a map and the mean map of all images.
     """
     inputs = torch.stack([model.input_of(read_image(image)) for image in images])
     both = []
     for batch in (inputs, inputs.flip(-1)):
-        with torch.inference_mode(), record_attention(model.model, [3]) as maps:
+        with torch.inference_mode(), record_attention(model.model, [layer]) as maps:
             model.model(batch)
-        both.append(maps[3].attn[:, :1].mean(2).unflatten(2, maps[3].feat_size))
+        both.append(maps[layer].spatial()[:, :1].mean((2, 3)))
     own, mirrored = both
     mean = own.mean(0, keepdim=True).expand_as(own)
     others = (mirrored.flip(-1), mean)
@@ -144,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     what = f"{len(others)} images" if args.typical else "this photo"
     print(caption(recording, changed, head, query, typical, what))
     if len(photos) > 1:
-        mirrored, mean = centring(model, photos)
+        mirrored, mean = centring(model, photos, layers[-1].number)
         print(
             f"Correlation with the mirrored image's map {mirrored:.2f}, with the mean map {mean:.2f}"
         )

@@ -125,6 +125,7 @@ def test_what_cannot_be_loaded(run, tmp_path):
     (run / "bad.ckpt").write_bytes(b"no checkpoint")
     run_folder.write_weights(run, tiny(num_classes=4).state_dict())
     for target, message in (
+        (tmp_path / "phtos", "unknown model or run folder .*phtos"),
         (tmp_path, "is not a run folder"),
         (tmp_path / "net.pth", "must be a .safetensors file or lie in a run folder.*net.pth"),
         ("ea_conv_transformer", "unknown model or run folder 'ea_.*did you mean ea_conv"),
