@@ -100,7 +100,7 @@ def old_run(half_done, tmp_path):
         ),
         (
             "--evaluate cnn_cifar --model test_resnet",
-            "--evaluate cnn_cifar names the model, got --model test_resnet",
+            "--evaluate cnn_cifar has model 'cnn_cifar', got 'test_resnet'",
         ),
         (f"--output {'x' * 256}", "*xxx: File name too long"),
         ("--model-kwargs alpah=0.5", "*has no keyword 'alpah'*"),
