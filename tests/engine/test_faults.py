@@ -401,8 +401,8 @@ def spoil_evaluation():
     """Make the loss of every evaluation NaN."""
 
     def spoilt(batches, loader):
-        for images, targets, ids in batches(loader):
-            yield images * math.nan, targets, ids
+        for batch in batches(loader):
+            yield batch._replace(images=batch.images * math.nan)
 
     around(EvalLoader, "batches", spoilt)
 
