@@ -7,10 +7,24 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from ea_vision.layers import AugmentedConv2d, EvolvingAttention, PredictiveAttention
+from ea_vision.layers import (
+    AugmentedConv2d,
+    EvolvingAttention,
+    PredictiveAttention,
+    add_sine,
+    append_coordinates,
+)
 from ea_vision.layers.projection import Projection
 from ea_vision.ops import use_implementation
-from tests.layers.oracle import BRANCH, assert_defined, assert_same, doubles, gradients, make
+from tests.layers.oracle import (
+    BRANCH,
+    assert_defined,
+    assert_same,
+    doubles,
+    gradients,
+    make,
+    placed,
+)
 from tests.refused import refused
 
 SIZES = [  # of the image, and the keywords
@@ -38,6 +52,13 @@ def test_output_and_gradients_equal_the_definition(size, options, position, fusi
     layer = make(position=position, fusion=fusion, **options)
     assert layer.conv is not None
     assert_defined(layer, doubles(2, 4, *size))
+
+
+@pytest.mark.parametrize("size", [(3, 5), (6, 2), (1, 4), (1, 1)])
+def test_absolute_positions_equal_timms_and_those_of_a_loop_over_pixels(size):
+    x = doubles(2, 8, *size)
+    assert_close(add_sine(x), placed(x, "sine"), atol=1e-6, rtol=1e-6)
+    assert_close(append_coordinates(x), placed(x, "coord"))
 
 
 @pytest.mark.parametrize("size,options", ALONE)
