@@ -350,11 +350,19 @@ def test_an_evolved_network_without_its_keywords_says_how_to_save_them():
 # ---- ea_vision.load and the commands ---------------------------------------------------------------------------------
 
 
-def test_load_takes_names_runs_and_files(tmp_path, run, shipped):
+@pytest.fixture
+def targets(tmp_path, run):
+    """What names the network of `run`: the folder, its weights there and elsewhere, and what timm saves for the hub."""
     folder, model = run
-    copied = tmp_path / "copied.safetensors"
-    shutil.copy(folder / "model.safetensors", copied)
-    for target in (folder, str(folder), folder / "model.safetensors", copied):
+    weights = folder / run_folder.WEIGHTS
+    copied = shutil.copy(weights, tmp_path / "copied.safetensors")
+    save_for_hf(model, tmp_path / "saved", safe_serialization=True)
+    return [str(folder), str(weights), str(copied), f"local-dir:{tmp_path / 'saved'}"]
+
+
+def test_load_takes_names_runs_and_files(run, targets, shipped):
+    folder, model = run
+    for target in (folder, *targets):
         assert_same(ea_vision.load(target), model)
     for target in (NAME, DEFAULT, timm.get_pretrained_cfg(NAME).file):
         assert_same(ea_vision.load(target), shipped)
@@ -373,13 +381,9 @@ def test_load_says_what_is_missing(tmp_path, shipped):
             ea_vision.load(target)
 
 
-def test_commands_take_the_same_names(tmp_path, run, capsys):
-    folder, model = run
-    save_for_hf(model, tmp_path / "saved", safe_serialization=True)
-    copied = tmp_path / "copied.safetensors"
-    shutil.copy(folder / "model.safetensors", copied)
+def test_commands_take_the_same_names(targets, capsys):
     printed = set()
-    for target in (str(folder), str(copied), f"local-dir:{tmp_path / 'saved'}"):
+    for target in targets:
         assert predict.main([target, str(ROOT / "docs" / "cat.jpg")]) == 0
         assert sizes.main(["--sizes", target]) == 0
         lines = capsys.readouterr().out.splitlines()

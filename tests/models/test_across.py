@@ -95,11 +95,10 @@ def test_recorded_maps_are_those_that_weigh_the_values_and_recording_changes_not
     assert_close(recorded.attn, seen[0])
     if kind_class.mixes_attn:
         assert_close(recorded["softmax"], recorded.logits.softmax(-1))
-    if kind == "conv2d":
-        mixed = recorded.self_logits + layer.evolution.alpha * recorded.prev_logits
-        assert_close(recorded.logits, mixed + recorded.conv_logits)
-    if kind == "residual":
-        assert_close(recorded.logits, recorded.self_logits + recorded.prev_logits)
+    if kind_class.reads_previous:
+        size = [(8, 8)] if kind_class.spatial else []
+        evolved = layer.evolution(recorded.self_logits, recorded.prev_logits, *size)
+        assert_close(recorded.logits, evolved)
 
 
 RESNET = dict(layers=(1, 1, 1, 1), channels=(8, 8, 16, 16), num_heads=2, img_size=64)

@@ -150,21 +150,17 @@ def test_layer_decay_follows_the_order_of_the_network(name, image):
 
 
 @torch.no_grad()
-def test_other_sizes_work_without_being_told(name, model):
-    for size in [(24, 40), (40, 16)] if side(name) == 32 else [(40, 72), (96, 160)]:
-        y = model(torch.randn(1, 3, *size))
+def test_other_sizes_and_channels_work(name, model):
+    sizes = [(24, 40), (40, 16)] if side(name) == 32 else [(40, 72), (96, 160)]
+    runs = [(model, torch.randn(1, 3, *size)) for size in sizes]
+    for channels in (1, 4):
+        other = lively(name, num_classes=5, in_chans=channels).eval()
+        assert other.get_submodule(model.default_cfg["first_conv"]).in_channels == channels
+        runs.append((other, torch.randn(1, channels, side(name), side(name))))
+    for network, x in runs:
+        y = network(x)
         assert y.shape == (1, 5)
         assert y.isfinite().all()
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("channels", [1, 4])
-def test_other_channels(name, model, channels):
-    other = lively(name, num_classes=5, in_chans=channels).eval()
-    assert other.get_submodule(model.default_cfg["first_conv"]).in_channels == channels
-    y = other(torch.randn(1, channels, side(name), side(name)))
-    assert y.shape == (1, 5)
-    assert y.isfinite().all()
 
 
 @pytest.mark.parametrize("small", CHAINED)
