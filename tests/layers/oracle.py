@@ -1,6 +1,6 @@
 """An independent implementation of the attention branch, written only from the papers' equations (AA paper, section
 3.2; EA paper, equations 3 and 4; docs/how-it-works.md has them all), by sums over offsets and shifted maps; and the
-comparison of outputs and gradients."""
+comparison of outputs and gradients. The convolution beside it and the pooling before it are torch's."""
 
 import itertools
 import math
