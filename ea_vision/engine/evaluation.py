@@ -87,7 +87,7 @@ def options_of(schema: type, source: Source, given: dict) -> Any:
         )
     options = {"model": source.name}
     if source.run is not None:
-        options = source.options
+        options = {"model_kwargs": {}, **source.options}
     elif source.weights is not None:
         kwargs = {key: value for key, value in source.kwargs.items() if key not in DATA_KEYWORDS}
         options = {**options, "model_kwargs": kwargs, **source.options}

@@ -61,7 +61,7 @@ def test_what_a_named_network_raises_is_one_line(keywords, message):
 def test_keywords_beside_trained_weights_are_refused(tmp_path):
     """A run and a file have those that their weights were trained with; they were passed over without a word."""
     ten = {"num_classes": 10}
-    config = {"model": VIT, "model_kwargs": {}, "dataset": "digits", "img_size": 32}
+    config = {"model": VIT, "dataset": "digits", "img_size": 32}
     network = timm.create_model(VIT, **ten)
     run = write_run(tmp_path / "run", VIT, network, ten, config, classes=list("0123456789"))
     moved = shutil.copy(run / "model.safetensors", tmp_path)
