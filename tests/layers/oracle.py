@@ -130,12 +130,17 @@ def attention_branch(layer, x, prev_logits=None):
     if prev_logits is not None:
         logits = evolved_maps(layer.evolution, logits, prev_logits)
     near = within(size, layer.window)
-    heads = []
+    maps = []
     for head in range(K):
         others = heads_seen(layer, head)
         seen = [logits[:, head] if other == head else between(head, other) for other in others]
         weights = torch.cat([x.exp() * near for x in seen], 2)
-        attn = weights / weights.sum(2, keepdim=True)
+        maps.append(weights / weights.sum(2, keepdim=True))
+    if layer.evolution is not None and layer.evolution.mixes_attn:
+        maps = layer.evolution.mix_attn(torch.stack(maps, 1)).unbind(1)
+    heads = []
+    for head, attn in enumerate(maps):
+        others = heads_seen(layer, head)
         heads.append(attn @ torch.cat([values[other] for other in others], 1))
     out = F.linear(torch.cat(heads, 2), layer.proj.weight.flatten(1), layer.proj.bias)
     attention = out.transpose(1, 2).unflatten(2, size)
@@ -214,6 +219,7 @@ def assert_defined(layer, x, prev=None):
     if prev is not None:
         inputs.append(prev.requires_grad_())
     actual = [y for y in layer(x, prev) if y is not None]
+    assert len(actual) == 1 + layer.need_logits
     # absolute positions are computed in float32
     near = {"atol": 1e-5, "rtol": 1e-5} if layer.position in ("sine", "coord") else {}
     assert_same(actual, attention_branch(layer, x, prev)[: len(actual)], inputs, **near)

@@ -13,6 +13,7 @@ from ea_vision.layers import (
     PredictiveAttention,
     add_sine,
     append_coordinates,
+    evolution_class,
 )
 from ea_vision.layers.projection import Projection
 from ea_vision.ops import use_implementation
@@ -117,6 +118,10 @@ def test_evolving_and_normalised_layers_equal_the_definition(fusion, kind, gates
     assert_defined(make(fusion=fusion, **options), x)
     layer = make(evolution=kind(2, *gates), fusion=fusion, **options)
     assert_defined(layer, x, doubles(2, 2, 12, 12))
+
+
+def test_maps_that_are_mixed_after_the_softmax_weigh_the_values():
+    assert_defined(make(evolution=evolution_class("reattention")(2)), doubles(2, 4, 3, 4))
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])

@@ -99,6 +99,9 @@ def test_recorded_maps_are_those_that_weigh_the_values_and_recording_changes_not
         size = [(8, 8)] if kind_class.spatial else []
         evolved = layer.evolution(recorded.self_logits, recorded.prev_logits, *size)
         assert_close(recorded.logits, evolved)
+    if kind == "conv2d":
+        mixed = recorded.self_logits + layer.evolution.alpha * recorded.prev_logits
+        assert_close(recorded.logits, mixed + recorded.conv_logits)
 
 
 RESNET = dict(layers=(1, 1, 1, 1), channels=(8, 8, 16, 16), num_heads=2, img_size=64)

@@ -224,17 +224,21 @@ def test_what_cannot_evolve_is_refused_with_the_reason(create_model, options, re
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "vit_small_patch16_dinov3"])
 def test_masks_are_refused_where_maps_evolve(name):
     model = create(name)
-    arguments = inspect.signature(model.forward_features).parameters
-    if "attn_mask" not in arguments:
+    if "attn_mask" not in inspect.signature(model.forward_features).parameters:
         pytest.skip("this timm has none")
     x = images()
     tokens = 16 + model.num_prefix_tokens
     mask = torch.zeros(1, 1, tokens, tokens)
     mask[..., 0] = -torch.inf
-    for masked in ({"attn_mask": mask}, {"is_causal": True}):
-        if masked.keys() <= arguments.keys():
+    entries = ("forward", "forward_features", "forward_intermediates")
+    networks = (evolve(model), create("ea_vit_tiny_patch16_224"))
+    for masked, network, entry in product(
+        ({"attn_mask": mask}, {"is_causal": True}), networks, entries
+    ):
+        forward = getattr(network, entry)
+        if masked.keys() <= inspect.signature(forward).parameters.keys():
             with refused("maps that evolve take no mask", ValueError):
-                evolve(model).forward_features(x, **masked)
+                forward(x, **masked)
     exclusive = evolve(model, "xsa")
     expected = model.forward_features(x, attn_mask=mask)
     for each in (mask, mask == 0):

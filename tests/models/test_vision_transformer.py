@@ -264,6 +264,11 @@ def test_the_kernel_takes_every_form_and_the_log_says_so(options, log):
         model(images())
 
 
+def test_prefix_tokens_pass_the_convolution():
+    model = tiny(prefix="pass", class_token=True, reg_tokens=2)
+    assert model.blocks[1].attn.evolution.num_prefix_tokens == 3
+
+
 def test_compiles_in_one_graph_and_exports_with_any_batch_size():
     assert_compiles_and_exports(active(tiny(depth=2)), images(), atol=1e-5, rtol=1e-4)
 

@@ -48,6 +48,8 @@ attend = partial(evolving_attention, feat_size=(3, 4))
 # near zero, rounding would decide what passes the ReLU
 HALF = dict(size=(7, 6), D=20, E=3, dtype=torch.bfloat16)
 POSITIVE = dict(HALF, bias=6.0)
+ROWS = dict(size=(7, 5), K=4, E=20, channels_last=False)
+PREFIX = dict(size=(1, 38), B=2, K=3, D=8, E=6, beta=0.6)
 BLOCKS = dict(D=8)
 PAIR = dict(BLOCKS, K=2, channels_last=False)
 FURTHER = [  # half precision, and maps that need many blocks of the C kernel
@@ -57,6 +59,11 @@ FURTHER = [  # half precision, and maps that need many blocks of the C kernel
     dict(POSITIVE, kind="pa"),
     dict(POSITIVE, kind="pa", gates="heads"),
     dict(kind="ea", size=(1, 2), prefix=2),
+    dict(PREFIX, kind="ea", prefix=2, gates="one"),
+    dict(PREFIX, kind="pa", prefix=5, kernel=1),
+    dict(ROWS, kind="ea", window=(5, 3), gates="heads"),
+    dict(ROWS, kind="pa", window=(3, 21)),
+    dict(kind="aa", size=(4, 4), B=2, K=2, E=16, dropout_p=0.6),
     dict(kind="aa", size=(7, 5), K=4, E=20, window=(1, 5)),
     dict(BLOCKS, kind="ea", size=(14, 14), E=2),
     dict(BLOCKS, kind="ea", size=(1, 197), K=3, E=64, gates="one"),
