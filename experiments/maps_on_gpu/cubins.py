@@ -7,7 +7,7 @@ that a lane executes for each of the map's numbers: each loop counts as often as
 
 Milliseconds are modelled for an H200 (sm_90) and 256 images, without a fitted number: "issue_ms" from the instructions,
 "shared_ms" from the wavefronts of shared memory and L1, "l2_ms" from all bytes that the kernels ask for, as if L1 never
-held any, "dram_ms" from the maps, each of which passes DRAM once.
+held any, "dram_ms" from the maps that pass DRAM.
 """
 
 import argparse
@@ -171,13 +171,12 @@ def value_of(name: str, values: dict[str, int]) -> int:
 
 
 def dram_bytes(kernel: str, variant: Variant, numbers: dict[str, float]) -> float:
-    """Return the bytes of maps for each of their numbers: the rows above and below a block's are read twice."""
+    """Return the bytes of maps for each of their numbers; the rows above and below a block's are read again."""
     rows = numbers["ROWS"] / numbers["R"] if variant.prev else 1
     if kernel == "forward":
         return 2 + 2 * rows * variant.prev  # logits; previous logits
-    return (
-        2 * rows * 2 + 2 + 2 * variant.prev + 2 * variant.gated
-    )  # and d_maps, which alpha multiplies later
+    # both logits and previous ones; d_maps, of a gated layer also g and what alpha multiplies
+    return 2 * rows * (2 + variant.prev) + 2 + 4 * variant.gated
 
 
 def measure(kernel: str, variant: Variant, target: int) -> dict:

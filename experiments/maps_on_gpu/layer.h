@@ -188,7 +188,8 @@ template <int number> DEV void phases_to(const Args &a, S s, long image, int blo
     }
     phase(number, a, s, image, block, warp);
 }
-#define SMALL(SHARED) (__CUDA_ARCH__ >= 1200 && 2 * SHARED > 98 * 1024) // a multiprocessor that holds one block
+#define KIB (__CUDA_ARCH__ == 800 ? 164 : __CUDA_ARCH__ == 900 ? 228 : 100) // of shared memory on a multiprocessor
+#define SMALL(SHARED) (2 * (SHARED + 1024) > KIB * 1024) // it holds one block
 #define KERNEL(NAME, PHASES, SHARED, PARTS, BLOCKS)                                                          \
     extern "C" __constant__ int layout[3] = {SHARED, WARPS * 32, PARTS};                                     \
     extern "C" __global__ void __launch_bounds__(WARPS * 32, SMALL(SHARED) ? 1 : BLOCKS) NAME(const Args a) {    \

@@ -2,6 +2,7 @@
 
 import io
 import subprocess
+import tarfile
 
 import numpy as np
 from PIL import Image
@@ -21,8 +22,13 @@ def grey_jpeg(level, size=(12, 10)):
 
 
 def pack(folder, tar, *options):
-    """Pack the content of a folder by GNU tar, in the order of names; return the tar."""
-    subprocess.run(["tar", "-c", "--sort=name", *options, "-f", tar, "-C", folder, "."], check=True)
+    """Pack the content of a folder in the order of names, with options by GNU tar; return the tar."""
+    if options:
+        command = ["tar", "-c", "--sort=name", *options, "-f", tar, "-C", folder, "."]
+        subprocess.run(command, check=True)
+    else:
+        with tarfile.open(tar, "w", format=tarfile.USTAR_FORMAT) as archive:
+            archive.add(folder, ".")
     return tar
 
 
