@@ -4,6 +4,7 @@ reloads strictly. A new family adds its rows."""
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -82,7 +83,9 @@ for name in huggingface.ARCHITECTURES:
         unmoved=("proj_l.bias",),  # the softmax cancels it
         reload=huggingface.reloaded,
     )
-CASES = [(name, kind) for name, row in ROWS.items() for kind in row.kinds]
+CASES = [(name, kind, row.options) for name, row in ROWS.items() for kind in row.kinds]
+for name, option in product(transformers_of_timm.NAMES, ("token_conv", "value_residual")):
+    CASES.append((name, None, {option: True}))
 
 
 def assert_same(actual, expected, exact):
@@ -92,14 +95,14 @@ def assert_same(actual, expected, exact):
         assert (actual - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
-@pytest.mark.parametrize("name, kind", CASES)
-def test_begins_as_the_plain_network_goes_back_learns_and_reloads(name, kind, tmp_path):
+@pytest.mark.parametrize("name, kind, options", CASES)
+def test_begins_as_the_plain_network_goes_back_learns_and_reloads(name, kind, options, tmp_path):
     row = ROWS[name]
     plain = row.create()
     layout = repr(plain)
     with torch.no_grad():
         expected = row.run(plain)
-    evolved = evolve(plain, kind, **row.options)
+    evolved = evolve(plain, kind, **options)
     with torch.no_grad():
         assert_same(row.run(evolved), expected, row.exact)
     shared = {id(parameter) for parameter in plain.parameters()}
@@ -125,7 +128,7 @@ def test_begins_as_the_plain_network_goes_back_learns_and_reloads(name, kind, tm
     with refused(r"must be 0.*got \d+ .*the first of them", ValueError):
         unevolve(evolved)
     if row.reload is None:
-        again = evolve(row.create(), kind, **row.options)
+        again = evolve(row.create(), kind, **options)
         again.load_state_dict(evolved.state_dict())
     else:
         again = row.reload(evolved, tmp_path)
