@@ -8,7 +8,6 @@ from torch.testing import assert_close
 
 import ea_vision
 from ea_vision.detection.model import create_detector
-from tests.deployment.test_deploy import small
 from tests.models.zoo import (
     assert_checkpointing_changes_nothing,
     assert_fx_agrees,
@@ -19,6 +18,7 @@ from tests.models.zoo import (
     sample,
     shrunk,
     stepped,
+    with_statistics,
     woken,
 )
 
@@ -105,7 +105,7 @@ def test_onnx_agrees(tmp_path):
 @torch.no_grad()
 @pytest.mark.parametrize("name", PLAIN)
 def test_deployed_is_the_same(name):
-    model = small(name, fusion="add")
+    model = with_statistics(added(name), 0.5)
     x = sample(name)
     assert_close(ea_vision.deploy(model)(x), model(x), atol=1e-4, rtol=1e-4)
 

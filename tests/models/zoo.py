@@ -92,13 +92,14 @@ def woken(model):
     return model
 
 
-def with_statistics(model):
+def with_statistics(model, spread=0.1):
     """Move the statistics and biases of batch norms away from their start."""
     for module in model.modules():
         if hasattr(module, "running_mean"):
-            torch.nn.init.uniform_(module.running_mean, -0.1, 0.1)
-            torch.nn.init.uniform_(module.running_var, 0.8, 1.2)
-            torch.nn.init.uniform_(module.bias, -0.1, 0.1)
+            torch.nn.init.uniform_(module.running_mean, -spread, spread)
+            most = 1 + 2 * spread
+            torch.nn.init.uniform_(module.running_var, 1 / most, most)
+            torch.nn.init.uniform_(module.bias, -spread, spread)
     return model
 
 
