@@ -1,4 +1,4 @@
-"""torch's devices: choose one by name; read its memory and its name; random states, with the device's own.
+"""torch's devices: choose one by its name, read its memory, keep all random states.
 
 torch has one module of functions for each kind of device: torch.cuda, torch.mps, torch.xpu, and those of registered
 backends. Not every module has every function, so each function here documents its fallback.

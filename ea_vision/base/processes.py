@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ea_vision.base.devices import choose_device
-from ea_vision.base.errors import RunError, as_usage_error
+from ea_vision.base.errors import RunError, UsageError
 
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 # What torch says about a collective that another process did not join.
@@ -151,18 +151,34 @@ def mean_in_order(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Te
     return mean
 
 
+def _of_environment(name: str, default: int) -> int:
+    """Return a whole number from the environment; raise UsageError for other text."""
+    text = os.environ.get(name, "")
+    if not text:
+        return default
+    if not text.isdecimal():
+        raise UsageError(f"{name} must be a whole number, as torchrun sets it, got {text!r}")
+    return int(text)
+
+
 def _place_in_world() -> tuple[int, int, int]:
     """Return the size of the world, this process's rank, and its rank on this machine, as torchrun set them.
 
     Raises:
-        UsageError: variables that are no whole numbers, contradict each other or are missing.
+        UsageError: variables that contradict each other or are missing.
     """
-    names = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    given = {name: os.environ.get(name, "") for name in names}
-    with as_usage_error(f"the variables that torchrun sets do not fit together: {given}"):
-        size, rank, local_rank = (int(given[name] or name == "WORLD_SIZE") for name in names[:3])
-        if not 0 <= rank < size or (size > 1 and "" in given.values()):
-            raise ValueError("RANK is 0 to WORLD_SIZE - 1, and several processes need all five")
+    size = _of_environment("WORLD_SIZE", 1)
+    rank = _of_environment("RANK", 0)
+    local_rank = _of_environment("LOCAL_RANK", 0)
+    if not 0 <= rank < size:
+        raise UsageError(f"RANK must be 0 to WORLD_SIZE - 1, got RANK {rank} of WORLD_SIZE {size}")
+    needed = ("RANK", "MASTER_ADDR", "MASTER_PORT") if size > 1 else ()
+    missing = [name for name in needed if not os.environ.get(name)]
+    if missing:
+        raise UsageError(
+            f"WORLD_SIZE {size} needs {', '.join(missing)} too: start the processes by torchrun, "
+            "which sets them"
+        )
     return size, rank, local_rank
 
 

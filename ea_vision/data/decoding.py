@@ -50,7 +50,7 @@ def decode_image(file: str | Path | BinaryIO, name: str = "") -> Image.Image:
 
 def to_rgb(image: Image.Image, name: str = "") -> Image.Image:
     """Decode and convert to 8-bit RGB, without alpha. 16-bit grey keeps its upper 8 bits (Pillow would clip it at 255);
-    the log says, once per file, where it seems to use fewer bits.
+    the log names, once, a file that seems to use fewer bits.
 
     Raises:
         BrokenImage: 32-bit integers or floating-point numbers, since no file says which value is white.
@@ -64,16 +64,16 @@ def to_rgb(image: Image.Image, name: str = "") -> Image.Image:
     if image.mode == "I" or image.mode.startswith("I;16"):
         values = np.asarray(image).astype(np.int64)
         if 0 < values.max() < TWELVE_BITS and multiprocessing.parent_process() is None:
-            _say_dark(name or "without a name", values.max())
+            _say_dark(name or "without a name")
         image = Image.fromarray((values >> 8).clip(0, 255).astype(np.uint8))
     return image.convert("RGB")
 
 
 @functools.cache
-def _say_dark(name: str, largest: int) -> None:
+def _say_dark(name: str) -> None:
     log.warning(
-        "image %s has 16 bits per channel and no value above %d, so it will look much too dark: if it has "
-        "values of 12 bits, multiply them by 16; if of 8, by 256",
+        "image %s has 16 bits per channel and no value of %d or more, so it will look much too dark: if its "
+        "values have 12 bits, multiply them by 16; if 8, by 256",
         name,
-        largest,
+        TWELVE_BITS,
     )

@@ -46,7 +46,7 @@ COMPILE_MODES = (  # torch.compile's
     "max-autotune-no-cudagraphs",
 )
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
-# an option of each trainer, or an entry of its notes, that the trainers below it lack
+# an option of a trainer, or an entry of its notes: the first of these that is there tells the trainer
 TRAINERS = {
     "eval_resize": "train-imagenet",
     "anchors": "train-detection",
@@ -446,7 +446,10 @@ class TrainConfig:
         the images of an update may change; the number of images (total_batch) may not.
         """
         known = self.rules()
-        changed = {name: f"{name} is an option that is gone" for name in saved.keys() - known}
+        changed = {
+            name: f"{name} was {saved[name]!r}, an option that is gone"
+            for name in saved.keys() - known
+        }
         for name, rules in known.items():
             was = saved.get(name, rules.default)
             now = getattr(self, name)

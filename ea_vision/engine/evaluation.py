@@ -95,12 +95,15 @@ def options_of(schema: type, source: Source, given: dict) -> Any:
             options.setdefault("img_size", source.kwargs["img_size"])
     for key in options.keys() & {"model", "model_kwargs"}:
         if given.get(key, options[key]) != options[key]:
-            raise UsageError(f"--evaluate {target} has {key} {options[key]!r}, got {given[key]!r}")
+            flag = f"--{key}".replace("_", "-")
+            raise UsageError(
+                f"--evaluate {target} has {key} {options[key]!r}, got {flag} {given[key]!r}"
+            )
     if source.run is not None:
         options = {"recipe": str(source.run / CONFIG)}
     config = resolve(schema, {**options, **given})
-    # a run's own are those with which it began
-    begins_with = config.pretrained_path if source.run is None else given.get("pretrained_path")
+    # a recipe's are those with which a training begins
+    begins_with = given.get("pretrained_path") or source.weights is None and config.pretrained_path
     if begins_with:
         raise UsageError(
             f"--evaluate takes a file of weights itself, got {target} and --pretrained-path {begins_with}"

@@ -1,9 +1,6 @@
 """The whole N x N matrix of a layer's heads: one row per query, one column per key, of an image both row by row.
 
 The tokens before a vision transformer's patches (class token, registers) come first; a line separates them.
-
-Of a text the tokens stand along both sides. Attention is in units of uniform attention over the keys that a query sees.
-What no head sees is blank: later tokens in causal attention, and padding.
 """
 
 import math
@@ -139,6 +136,9 @@ def plot_matrix(
     **how,
 ) -> Figure:
     """Draw whole maps, queries by keys: one row per layer, one tile per head.
+
+    Of a text the tokens stand along both sides. Attention is in units of uniform attention over the keys that a query
+    sees. What no head sees is blank: later tokens in causal attention, and padding.
 
     Args:
         model: a network; or a recorded layer, `maps[n]` of `record_attention`, which needs no image and no layers.

@@ -202,7 +202,7 @@ def _block(
     tiles = []
     for number, point in enumerate(points, start=1):
         place = cell_of(point, img_size, recording.img_size)
-        row = rollout[last.token(last.cell_of(place))]
+        row = rollout[last.token(recording.cell(last.number, place))]
         where = {"point": place, "number": number, "cells": last.feat_size}
         tiles.append(map_of(row, recording, style, f"query {number}", part=part, **where))
     tiles.append(map_of(values, recording, style, title, part=part))

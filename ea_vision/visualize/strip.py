@@ -1,11 +1,5 @@
 """One query through the layers of a chain: previous, own and convolved logits, their attention, and the attention of
-the own logits alone (PA paper, figure 8; EA paper, figure 11); or what the previous maps changed.
-
-Own alone is a layer's attention without the previous layer's map: its mixture is its own logits (alpha 0), convolved
-and normalised as in training. The difference of two rows of attention is half the sum of their absolute differences, 0
-to 1: the share of a query's attention that moves. Over queries or heads it is the mean of their differences, not the
-difference of their means.
-"""
+the own logits alone (PA paper, figure 8; EA paper, figure 11); or what the previous maps changed."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -303,6 +297,10 @@ def draw_change(
 ) -> Figure:
     """Draw one row for each of `layers` that evolves: its attention without the previous map, with it, and what the map
     changed. Cells whose change is more than uniform attention are marked with + or -.
+
+    Without the previous map a layer's mixture is its own logits (alpha 0), convolved and normalised as in training. Two
+    rows of attention differ by half the sum of their absolute differences, 0 to 1: the share of a query's attention
+    that moves; over queries or heads, by the mean of this.
 
     Args:
         recording: with all parts of `layers` (numbers).

@@ -92,6 +92,10 @@ class Recording:
             return self.photo / 255
         return self.image.permute(1, 2, 0).cpu().numpy()
 
+    def cell(self, layer: int, query: Query) -> Query:
+        """Return `cell_of` a query in a layer's map."""
+        return cell_of(query, self.img_size, self.maps[layer].feat_size)
+
     def query_map(self, layer: int, query: Query, head: Head, part: str = "attn") -> np.ndarray:
         """Return a query's row of a part over the map's pixels, (H', W'), for one head or the mean of heads. ALL gives
         the mean over all pixels' queries. Attention (OWN_ALONE too) is in units of uniform attention."""
@@ -99,7 +103,8 @@ class Recording:
         if query == ALL:
             rows = maps.spatial(part)  # (B, K, H, W, H', W')
         else:
-            _, rows = maps.of_query(query, part)  # (B, K, H', W')
+            cell = self.cell(layer, query)
+            _, rows = maps.of_cell(cell, part)  # (B, K, H', W')
         values = of_head(rows[0], head).float().cpu().numpy()
         if is_attention(part):
             keys = maps.num_keys()
@@ -108,7 +113,7 @@ class Recording:
             elif isinstance(query, str):
                 keys = keys.max()
             else:
-                keys = keys[maps.cell_of(query)]
+                keys = keys[cell]
             values = values * keys
         return values.mean((0, 1)) if query == ALL else values
 
@@ -119,14 +124,14 @@ class Recording:
         differences = of_head(total_variation(maps.attn[0], maps[OWN_ALONE][0]), head)  # (T,)
         if query == ALL:
             return differences[maps.num_prefix_tokens :].mean().item()
-        return differences[maps.token(maps.cell_of(query))].item()
+        return differences[maps.token(self.cell(layer, query))].item()
 
     def beside_patches(self, layer: int, query: Query, head: Head) -> str:
         """Say how much of a query's attention goes to the tokens before the patches: "cls 12%, reg 30%" (all registers
         together); "" if there are none or their shares round to 0%."""
         maps = self.maps[layer]
         shares = Counter()
-        row = maps.of_query(query)[0][0]  # (K, P)
+        row = maps.of_cell(self.cell(layer, query))[0][0]  # (K, P)
         values = of_head(row, head).tolist()
         for name, share in zip(maps.prefix_names, values, strict=True):
             shares[name.rstrip("0123456789")] += share

@@ -79,7 +79,7 @@ def read_image(source: ImageSource) -> Image.Image:
         source = _from_array(source)
     elif not isinstance(source, Image.Image):
         raise UsageError(
-            "an image must be a path, a PIL image, an array (H, W, 3) or, in figures, a tensor (3, H, W), "
+            "an image must be a path, a PIL image or an array (H, W, 3) (figures also take tensors), "
             f"got {type(source).__name__}"
         )
     if isinstance(source, Image.Image):

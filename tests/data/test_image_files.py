@@ -321,7 +321,7 @@ def test_fewer_bits_in_a_file_of_sixteen_are_said(tmp_path, caplog):
         Image.fromarray(values[:, None]).save(folder / "x.png")
         ImageFiles(folder.parent).read(0)
         decode_image(folder / "x.png")
-        said = f"image {folder / 'x.png'} has 16 bits per channel and no value above {2**bits - 1}"
+        said = f"image {folder / 'x.png'} has 16 bits per channel and no value of 4096 or more"
         assert caplog.text.count("much too dark") == caplog.text.count(said) == lines
         caplog.clear()
     to_rgb(Image.new("I;16", (4, 4)))

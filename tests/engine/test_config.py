@@ -348,7 +348,7 @@ def test_an_option_younger_than_a_checkpoint_had_its_default():
 def test_a_run_with_an_option_that_is_gone_does_not_go_on():
     config = resolve(CifarConfig, {})
     saved = dataclasses.asdict(config) | {"clip_mode": "agc"}
-    assert config.differences(saved) == {"clip_mode": "clip_mode is an option that is gone"}
+    assert config.differences(saved) == {"clip_mode": "clip_mode was 'agc', an option that is gone"}
 
 
 @settings(

@@ -9,7 +9,13 @@ import torch
 from matplotlib.figure import Figure
 from PIL import Image
 
-from ea_vision.visualize import plot_heatmap, plot_jacobian, plot_statistics, plot_strip
+from ea_vision.visualize import (
+    plot_heatmap,
+    plot_jacobian,
+    plot_rollout,
+    plot_statistics,
+    plot_strip,
+)
 from ea_vision.zoo.loaded import load_model
 from tests.recorder.networks import recorded
 
@@ -128,3 +134,11 @@ def test_statistics_in_numbers(model):
     # it takes two images
     one = plot_statistics(model, images[0], layers=1, mean=(0.5,) * 3, std=(0.5,) * 3)
     assert "share of position" not in texts_of(one)
+
+
+def test_default_queries_where_patches_exceed_the_image():
+    """33 pixels are padded to three patches of 16: the default queries lie in patches, not in pixels."""
+    padded = {"dynamic_img_size": True, "dynamic_img_pad": True}
+    model = timm.create_model("vit_tiny_patch16_224", depth=1, **padded).eval()
+    for plot in (plot_heatmap, plot_rollout):
+        assert texts_of(plot(model, torch.rand(3, 33, 33)))
