@@ -669,6 +669,21 @@ def added_attention_steps() -> list[str]:
     return markdown(["network", *cells.columns], rows)
 
 
+def cheap_pilot() -> list[str]:
+    """Placements of the pilot: top-1 on the validation photos beside plain's at equal time, by seed, and the lead."""
+    table = pd.read_csv(RESULTS / "cheap-attention-pilot.csv")
+    top1 = table.pivot(index="seed", columns="way", values="validation_top1")
+    rows = []
+    for placement in dict.fromkeys(table["way"]):
+        rivals = [way for way in top1 if way.startswith(f"plain as long as {placement} ")]
+        if rivals:
+            pairs = top1[[placement, *rivals]].to_numpy()
+            cells = [f"{attention:.2f}, {plain:.2f}" for attention, plain in pairs]
+            lead = (pairs[:, 0] - pairs[:, 1]).mean()
+            rows.append([f"`{placement}`", *cells, f"{lead:+.2f}"])
+    return markdown(["placement, plain", *(f"seed {seed}" for seed in top1.index), "lead"], rows)
+
+
 TABLES: dict[str, dict[str, Callable[[], list[str]]]] = {
     "docs/fine-tune.md": {"widths": added_attention_steps},
     "docs/imagenet.md": {
@@ -839,7 +854,8 @@ TABLES: dict[str, dict[str, Callable[[], list[str]]]] = {
         "steps": lambda: of_file(
             "cheap-attention-times.csv",
             {"way": "`{way}`", "ms": "{train_ms:.0f}", "r": "{ratio:.3f}"},
-        )
+        ),
+        "pilot": cheap_pilot,
     },
     "experiments/added_attention/README.md": {
         "by seed": lambda: by_seed(added_top1(), ADDED),
