@@ -100,7 +100,7 @@ def old_run(half_done, tmp_path):
         ),
         (
             "--evaluate cnn_cifar --model test_resnet",
-            "--evaluate cnn_cifar has model 'cnn_cifar', got 'test_resnet'",
+            "--evaluate cnn_cifar has model 'cnn_cifar', got --model 'test_resnet'",
         ),
         (f"--output {'x' * 256}", "*xxx: File name too long"),
         ("--model-kwargs alpah=0.5", "*has no keyword 'alpah'*"),
@@ -283,12 +283,21 @@ def test_a_checkpoint_without_a_part(old_run, refusal, part):
 @pytest.mark.parametrize(
     "world, message",
     [
-        ({"WORLD_SIZE": "abc"}, "invalid literal for int() with base 10: 'abc'"),
-        ({"LOCAL_RANK": "x"}, "invalid literal for int() with base 10: 'x'"),
-        ({"RANK": "-1"}, "RANK is 0 to WORLD_SIZE - 1, and several processes need all five"),
-        ({"RANK": "3", "WORLD_SIZE": "2"}, "RANK is 0 to WORLD_SIZE - 1, *"),
-        ({"WORLD_SIZE": "2"}, "*several processes need all five"),
-        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "1"}, "*several processes need all five"),
+        (
+            {"WORLD_SIZE": "abc"},
+            "WORLD_SIZE must be a whole number, as torchrun sets it, got 'abc'",
+        ),
+        ({"LOCAL_RANK": "x"}, "LOCAL_RANK must be a whole number, as torchrun sets it, got 'x'"),
+        ({"RANK": "-1"}, "RANK must be a whole number, as torchrun sets it, got '-1'"),
+        (
+            {"RANK": "3", "WORLD_SIZE": "2"},
+            "RANK must be 0 to WORLD_SIZE - 1, got RANK 3 of WORLD_SIZE 2",
+        ),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE 2 needs RANK, MASTER_ADDR, MASTER_PORT too: start the *"),
+        (
+            {"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "1"},
+            "WORLD_SIZE 2 needs MASTER_ADDR too: start the processes by torchrun, which sets them",
+        ),
     ],
     ids=str,
 )
@@ -300,8 +309,7 @@ def test_invalid_variables_of_torchrun_are_refused(
     for name, value in world.items():
         monkeypatch.setenv(name, value)
     printed = refusal(arguments(data, tmp_path / "run"))
-    assert fnmatchcase(printed.rpartition("}: ")[2], message)
-    assert all(f"'{name}': '{value}'" in printed for name, value in world.items())
+    assert fnmatchcase(printed.removeprefix("process -1: ").removeprefix("process 3: "), message)
     assert not (tmp_path / "run").exists()
 
 
@@ -368,7 +376,9 @@ def test_a_complete_run_of_other_data(data, tmp_path, capsys, refusal):
 
 def test_evaluating_a_run_as_another_model(old_run, refusal):
     error = refusal(["--evaluate", str(old_run), "--model", "resnet18"])
-    assert error == f"--evaluate {old_run} has model 'ea_conv_transformer_cifar', got 'resnet18'"
+    assert error == (
+        f"--evaluate {old_run} has model 'ea_conv_transformer_cifar', got --model 'resnet18'"
+    )
     error = refusal(["--evaluate", str(old_run), "--model-kwargs", "alpha=0.1"])
     assert error.startswith(f"--evaluate {old_run} has model_kwargs {{'depth': 1, ")
     assert (
