@@ -670,18 +670,10 @@ def added_attention_steps() -> list[str]:
 
 
 def cheap_pilot() -> list[str]:
-    """Placements of the pilot: top-1 on the validation photos beside plain's at equal time, by seed, and the lead."""
+    """Top-1 on the validation photos, by placement and of the plain network at equal time."""
     table = pd.read_csv(RESULTS / "cheap-attention-pilot.csv")
     top1 = table.pivot(index="seed", columns="way", values="validation_top1")
-    rows = []
-    for placement in dict.fromkeys(table["way"]):
-        rivals = [way for way in top1 if way.startswith(f"plain as long as {placement} ")]
-        if rivals:
-            pairs = top1[[placement, *rivals]].to_numpy()
-            cells = [f"{attention:.2f}, {plain:.2f}" for attention, plain in pairs]
-            lead = (pairs[:, 0] - pairs[:, 1]).mean()
-            rows.append([f"`{placement}`", *cells, f"{lead:+.2f}"])
-    return markdown(["placement, plain", *(f"seed {seed}" for seed in top1.index), "lead"], rows)
+    return by_seed(top1, table["way"].unique())
 
 
 TABLES: dict[str, dict[str, Callable[[], list[str]]]] = {

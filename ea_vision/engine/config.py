@@ -445,12 +445,11 @@ class TrainConfig:
         An option missing from `saved` is newer than the run, which was made with its default. How processes share
         the images of an update may change; the number of images (total_batch) may not.
         """
-        known = self.rules()
-        changed = {
-            name: f"{name} was {saved[name]!r}, an option that is gone"
-            for name in saved.keys() - known
-        }
-        for name, rules in known.items():
+        options = self.rules()
+        changed = {}
+        for name in saved.keys() - options:
+            changed[name] = f"{name} was {saved[name]!r}, an option that is gone"
+        for name, rules in options.items():
             was = saved.get(name, rules.default)
             now = getattr(self, name)
             if was != now and not rules.resume:

@@ -102,8 +102,9 @@ def options_of(schema: type, source: Source, given: dict) -> Any:
     if source.run is not None:
         options = {"recipe": str(source.run / CONFIG)}
     config = resolve(schema, {**options, **given})
-    # a recipe's are those with which a training begins
-    begins_with = given.get("pretrained_path") or source.weights is None and config.pretrained_path
+    begins_with = given.get("pretrained_path")
+    if source.weights is None:
+        begins_with = config.pretrained_path  # perhaps the recipe's
     if begins_with:
         raise UsageError(
             f"--evaluate takes a file of weights itself, got {target} and --pretrained-path {begins_with}"
