@@ -10,7 +10,7 @@ import io
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
+from contextlib import closing, redirect_stdout
 from dataclasses import dataclass
 from itertools import chain
 
@@ -150,13 +150,14 @@ def evaluate(
     source = loader.source
     results: list[dict] = []
     ids: list[int] = []
-    for pixels, targets, indices in batches_for(model, loader, between):
-        ids += indices.tolist()
-        with autocast(config.amp, world.device):
-            detected = model(pixels)
-        for target, one in zip(targets, detected, strict=True):
-            one = found_in_original(one, target["size"], pixels.shape[-1])
-            results += results_of(target["image_id"], one, source.category_ids)
+    with closing(batches_for(model, loader, between)) as batches:
+        for pixels, targets, indices in batches:
+            ids += indices.tolist()
+            with autocast(config.amp, world.device):
+                detected = model(pixels)
+            for target, one in zip(targets, detected, strict=True):
+                one = found_in_original(one, target["size"], pixels.shape[-1])
+                results += results_of(target["image_id"], one, source.category_ids)
     ids = sorted(chain.from_iterable(world.gather(ids)))
     truth = source.ground_truth(ids)
     if all(row["iscrowd"] for row in truth["annotations"]):

@@ -135,7 +135,7 @@ def batches_for(model: nn.Module, loader: Loader, between: Callable[[], None]) -
     """Yield the batches of a loader that have images, with the model in eval mode, in which it is left.
 
     The loader gives every process the same number of batches, of which some may be empty; `between` is called before
-    each, by all processes together.
+    each, by all processes together. The caller closes the generator, so that an error ends the loader's pass at once.
     """
     model.eval()
     with closing(loader.batches()) as batches:
@@ -170,18 +170,19 @@ def evaluate(
     dtype = sum_type(world.device)
     confusion = torch.zeros(num_classes * num_classes, dtype=dtype, device=world.device)
     totals = torch.zeros(2, dtype=dtype, device=world.device)  # in the top 5, loss
-    for images, targets, _ in batches_for(model, loader, between):
-        if not len(sample):
-            sample = images[:32].clone()
-        if config.channels_last:
-            images = images.contiguous(memory_format=torch.channels_last)
-        with autocast(config.amp, world.device):
-            logits = logits_by_views(model, images, tta)
-        top = logits.topk(min(5, num_classes), dim=1).indices
-        cells = targets * num_classes + top[:, 0]
-        confusion.index_add_(0, cells, torch.ones_like(targets, dtype=dtype))
-        hits = (top == targets[:, None]).sum()
-        totals += torch.stack([hits, F.cross_entropy(logits, targets, reduction="sum")])
+    with closing(batches_for(model, loader, between)) as batches:
+        for images, targets, _ in batches:
+            if not len(sample):
+                sample = images[:32].clone()
+            if config.channels_last:
+                images = images.contiguous(memory_format=torch.channels_last)
+            with autocast(config.amp, world.device):
+                logits = logits_by_views(model, images, tta)
+            top = logits.topk(min(5, num_classes), dim=1).indices
+            cells = targets * num_classes + top[:, 0]
+            confusion.index_add_(0, cells, torch.ones_like(targets, dtype=dtype))
+            hits = (top == targets[:, None]).sum()
+            totals += torch.stack([hits, F.cross_entropy(logits, targets, reduction="sum")])
     in_top5, loss = world.sum(totals).tolist()
     confusion = world.sum(confusion).cpu().double().view(num_classes, num_classes)
     count = int(confusion.sum())
