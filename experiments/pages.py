@@ -54,11 +54,13 @@ def differences(
     tested: Sequence[tuple[str, str]],
     described: Sequence[tuple[str, str]] = (),
     resolution: float = 0.0,
+    hypotheses: int = 0,
 ) -> list[str]:
-    """Return a table of paired differences, the p of the tested ones corrected together (Holm)."""
+    """Return a table of paired differences, the p of the tested ones corrected together (Holm), for their number or for
+    `hypotheses`."""
     effects = [paired(top1[a] - top1[b], resolution) for a, b in (*tested, *described)]
     corrected = [
-        *holm([effect["p"] for effect in effects[: len(tested)]]),
+        *holm([effect["p"] for effect in effects[: len(tested)]], hypotheses),
         *len(described) * [np.nan],
     ]
     rows = []

@@ -2,8 +2,9 @@
 
     python -m experiments.cheap_attention.run times
     python -m experiments.cheap_attention.run pilot TINY-IMAGENET SCENES RUNS
+    python -m experiments.cheap_attention.run rates TINY-IMAGENET SCENES RUNS --rates 3 10
     python -m experiments.cheap_attention.run lengths TINY-IMAGENET SCENES RUNS
-    python -m experiments.cheap_attention.run study TINY-IMAGENET SCENES RUNS --placement late --long 24
+    python -m experiments.cheap_attention.run study TINY-IMAGENET SCENES RUNS
     python -m experiments.cheap_attention.run analyse
 
 The same command continues an incomplete run and skips complete ones. Only `study` sees the test photos.
@@ -13,6 +14,7 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
@@ -23,6 +25,7 @@ from ea_vision.base.errors import UsageError, exit_code
 from ea_vision.base.files import atomic_write, csv_text
 from ea_vision.base.provenance import hardware
 from ea_vision.engine import run_folder
+from ea_vision.engine.config import load_recipe
 from ea_vision.models.modes import lay_out
 from experiments.added_attention.run import PHOTOS, PRETRAINING, TUNING, train
 from experiments.benchmark import Steps, interleaved
@@ -33,6 +36,7 @@ from experiments.pages import by_seed, differences
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 TIMES = RESULTS / "cheap-attention-times.csv"
 PILOT = RESULTS / "cheap-attention-pilot.csv"
+RATES = RESULTS / "cheap-attention-rates.csv"
 RUNS = RESULTS / "cheap-attention-runs.csv"
 PILOT_SEEDS = range(100, 103)
 SEEDS = range(110, 118)
@@ -45,6 +49,62 @@ PLACEMENTS = {
     "last": {"fusion": "add", "attn_stages": (4,)},
     "instead": {"fusion": "concat", "attn_stages": (4,), "qk_ratio": 1.0, "v_ratio": 1.0},
 }
+
+
+@dataclass(frozen=True)
+class Study:
+    """What the pilots chose.
+
+    Attributes:
+        placement: key of PLACEMENTS.
+        rate, plain_rate: learning rates of the placement and of the plain network, in units of the recipe's.
+        long: epochs of the converged pair; 0: none.
+    """
+
+    placement: str
+    rate: int = 1
+    plain_rate: int = 1
+    long: int = 0
+
+    def plain(self, epochs: float, rate: int = 1) -> str:
+        """Return the way that the plain network trains as long as the placement's epochs."""
+        return at_rate(f"plain as long as {self.placement} {epochs:g}", rate)
+
+    def lengths(self) -> dict[str, float]:
+        """Return the epochs of each way."""
+        name = self.placement
+        ratio = ratio_of(name)
+        lengths = {}
+        for rate, plain_rate in ((1, 1), (self.rate, self.plain_rate)):
+            lengths[at_rate(name, rate)] = SHORT
+            lengths[at_rate(f"{name} uniform", rate)] = SHORT
+            lengths[self.plain(SHORT, plain_rate)] = round(SHORT * ratio, 2)
+        if self.long:
+            lengths[at_rate(f"{name} long", self.rate)] = self.long
+            lengths[self.plain(self.long, self.plain_rate)] = round(self.long * ratio, 2)
+        return lengths
+
+    def questions(self) -> list[tuple[str, str]]:
+        """Return the pairs of ways that questions 1, 3, 4, 5 and 2 compare, those that have runs."""
+        name = self.placement
+        pairs = [(name, self.plain(SHORT)), (name, f"{name} uniform")]
+        if (self.rate, self.plain_rate) != (1, 1):
+            tuned = at_rate(name, self.rate)
+            pairs.append((tuned, self.plain(SHORT, self.plain_rate)))
+            pairs.append((tuned, at_rate(f"{name} uniform", self.rate)))
+        if self.long:
+            long = at_rate(f"{name} long", self.rate)
+            pairs.append((long, self.plain(self.long, self.plain_rate)))
+        return list(dict.fromkeys(pairs))
+
+
+HYPOTHESES = 5  # questions, tested together
+STUDY = Study("instead")
+
+
+def at_rate(way: str, rate: int) -> str:
+    """Return the name of a way at another learning rate, in units of the recipe's."""
+    return way if rate == 1 else f"{way} rate {rate}"
 
 
 def keywords_of(way: str) -> dict:
@@ -79,26 +139,28 @@ def measure() -> int:
     return 0
 
 
-def plain_as_long_as(placement: str, epochs: float) -> tuple[str, float]:
-    """Return the name and the epochs of the plain network that trains as long as a placement's epochs."""
+def ratio_of(placement: str) -> float:
+    """Return the processor time of a placement's training step, in plain steps."""
     if not TIMES.exists():
         raise UsageError(
             f"the ratios of steps must be measured first: run `times`, {TIMES} is missing"
         )
-    ratio = pd.read_csv(TIMES).set_index("way")["ratio"][placement]
-    return f"plain as long as {placement} {epochs:g}", round(epochs * ratio, 2)
+    return pd.read_csv(TIMES).set_index("way")["ratio"][placement]
 
 
 def options_of(way: str, epochs: float) -> str:
-    """Return the trainer's options for a way: a placement, its control, or "plain ..."."""
-    length = f"{TUNING} --epochs {epochs:g}"
+    """Return the trainer's options for a way: a placement, its control, or "plain ...", perhaps at another rate."""
+    way, _, rate = way.partition(" rate ")
+    options = f"{TUNING} --epochs {epochs:g}"
+    if rate:
+        options += f" --lr {int(rate) * load_recipe('finetune_resnet')['lr']:g}"
     if way.startswith("plain"):
-        return f"{length} --model resnet34_050 --attention-lr 1"
+        return f"{options} --model resnet34_050 --attention-lr 1"
     pairs = []
     for name, value in keywords_of(way).items():
         shown = str(list(value)).replace(" ", "") if isinstance(value, tuple) else value
         pairs.append(f"{name}={shown}")
-    return f"{length} --model aa_resnet34_050 --model-kwargs {' '.join(pairs)}"
+    return f"{options} --model aa_resnet34_050 --model-kwargs {' '.join(pairs)}"
 
 
 def run_all(
@@ -118,15 +180,17 @@ def run_all(
             yield way, seed, output
 
 
-def validate(args: argparse.Namespace, more: list[str], lengths: dict[str, float]) -> int:
-    """Train the ways with the pilot's seeds and keep their best top-1 on the validation photos in PILOT."""
-    rows = pd.read_csv(PILOT).to_dict("records") if PILOT.exists() else []
+def validate(
+    args: argparse.Namespace, more: list[str], lengths: dict[str, float], file: Path
+) -> int:
+    """Train the ways with the pilot's seeds and keep their best top-1 on the validation photos in a file."""
+    rows = pd.read_csv(file).to_dict("records") if file.exists() else []
     for way, seed, output in run_all(args, more, lengths, PILOT_SEEDS):
         results = run_folder.read_results(output)
         top1 = results[f"{results['eval_split']}_best"]["top1"]
         rows = [row for row in rows if (row["way"], row["seed"]) != (way, seed)]
         rows.append({"way": way, "seed": seed, "epochs": lengths[way], "validation_top1": top1})
-        atomic_write(PILOT, csv_text(rows).encode())
+        atomic_write(file, csv_text(rows).encode())
         print(rows[-1], flush=True)
     return 0
 
@@ -136,28 +200,33 @@ def pilot(args: argparse.Namespace, more: list[str]) -> int:
     lengths = {}
     for placement in PLACEMENTS:
         lengths[placement] = SHORT
-        name, epochs = plain_as_long_as(placement, SHORT)
-        lengths[name] = epochs
-    return validate(args, more, lengths)
+        epochs = round(SHORT * ratio_of(placement), 2)
+        lengths[Study(placement).plain(SHORT)] = epochs
+    return validate(args, more, lengths, PILOT)
+
+
+def choose_rates(args: argparse.Namespace, more: list[str]) -> int:
+    """Make the runs that choose the learning rates of the placement and of the plain network."""
+    lengths = {}
+    epochs = round(SHORT * ratio_of(STUDY.placement), 2)
+    for rate in args.rates:
+        lengths[at_rate(STUDY.placement, rate)] = SHORT
+        lengths[STUDY.plain(SHORT, rate)] = epochs
+    return validate(args, more, lengths, RATES)
 
 
 def choose_lengths(args: argparse.Namespace, more: list[str]) -> int:
     """Make the runs of the plain network that choose the length of "converged"."""
     lengths = {}
     for epochs in LENGTHS:
-        lengths[f"plain {epochs}"] = epochs
-        lengths[f"plain {1.25 * epochs:g}"] = 1.25 * epochs
-    return validate(args, more, lengths)
+        for length in (epochs, 1.25 * epochs):
+            lengths[at_rate(f"plain {length:g}", STUDY.plain_rate)] = length
+    return validate(args, more, lengths, PILOT)
 
 
 def study(args: argparse.Namespace, more: list[str]) -> int:
-    """Make the runs of the chosen placement, test each once, and keep their rows in RUNS."""
-    placement = args.placement
-    lengths = {placement: SHORT, f"{placement} uniform": SHORT}
-    lengths |= dict([plain_as_long_as(placement, SHORT)])
-    if args.long:
-        lengths[f"{placement} long"] = args.long
-        lengths |= dict([plain_as_long_as(placement, args.long)])
+    """Make the runs that STUDY names, test each once, and keep their rows in RUNS."""
+    lengths = STUDY.lengths()
     for _, _, output in run_all(args, more, lengths, args.seeds):
         test(output, args.runs / "data")
         rows = tested_runs(args.runs, lengths, args.runs / "data")
@@ -166,17 +235,12 @@ def study(args: argparse.Namespace, more: list[str]) -> int:
 
 
 def analyse() -> int:
-    """Print the table of the three questions, of the seeds whose runs are complete."""
+    """Print the answers, of the seeds whose runs are complete."""
     if not RUNS.exists():
         raise UsageError(f"no runs to analyse: {RUNS} is missing")
     top1 = by_variant(read_runs(RUNS))
-    [placement] = [name for name in top1 if name in PLACEMENTS]
-    short, _ = plain_as_long_as(placement, SHORT)
-    questions = [(placement, short), (placement, f"{placement} uniform")]
-    for name in top1:
-        if name.startswith(f"plain as long as {placement} ") and name != short:
-            questions.insert(1, (f"{placement} long", name))
-    print(*by_seed(top1, list(top1)), "", *differences(top1, questions), sep="\n")
+    answers = differences(top1, STUDY.questions(), hypotheses=HYPOTHESES)
+    print(*by_seed(top1, list(top1)), "", *answers, sep="\n")
     return 0
 
 
@@ -187,17 +251,17 @@ def main(argv: list[str] | None = None) -> int:
     parts = parser.add_subparsers(dest="part", required=True)
     parts.add_parser("times", help="time the steps")
     parts.add_parser("analyse", help="print the answers")
-    runs = {"pilot": pilot, "lengths": choose_lengths, "study": study}
+    runs = {"pilot": pilot, "rates": choose_rates, "lengths": choose_lengths, "study": study}
     for name, make in runs.items():
         part = parts.add_parser(name, help=str(make.__doc__).splitlines()[0])
         part.add_argument("tiny_imagenet", type=Path)
         part.add_argument("scenes", type=Path)
         part.add_argument("runs", type=Path)
-        if name == "study":
-            part.add_argument("--placement", choices=PLACEMENTS, required=True)
+        if name == "rates":
             part.add_argument(
-                "--long", type=int, metavar="EPOCHS", help="length of the converged pair"
+                "--rates", type=int, nargs="+", required=True, help="in units of the recipe's"
             )
+        if name == "study":
             part.add_argument(
                 "--seeds", type=int, nargs="+", default=SEEDS, help="(default: 110 to 117)"
             )

@@ -5,6 +5,8 @@ import shutil
 import pandas as pd
 import pytest
 
+from ea_vision.engine import run_folder
+from ea_vision.engine.config import load_recipe
 from experiments.cheap_attention import run as study
 from tests.data.photos import make_photos
 from tests.refused import refused
@@ -20,7 +22,7 @@ def place(tmp_path, monkeypatch):
     shutil.copytree(tiny / "train", scenes / "train")
     shutil.copytree(tiny / "val", scenes / "validation")
     shutil.copytree(tiny / "val", scenes / "test")
-    for name in ("TIMES", "PILOT", "RUNS"):
+    for name in ("TIMES", "PILOT", "RATES", "RUNS"):
         monkeypatch.setattr(study, name, tmp_path / f"{name}.csv")
     monkeypatch.setattr(study, "PRETRAINING", TINY)
     monkeypatch.setattr(study, "TUNING", f"--recipe finetune_resnet {TINY}")
@@ -29,7 +31,7 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_the_pilot_and_the_study_keep_a_row_of_each_run(place):
+def test_the_pilots_and_the_study_keep_a_row_of_each_run(place, monkeypatch):
     folders = [str(place / name) for name in ("tiny", "scenes", "runs")]
     with refused("must be measured first"):
         study.main(["pilot", *folders])
@@ -40,14 +42,19 @@ def test_the_pilot_and_the_study_keep_a_row_of_each_run(place):
     assert rows["epochs"][["late", "last", "instead"]].tolist() == [1, 1, 1]
     assert rows["epochs"][[f"plain as long as {name} 1" for name in study.PLACEMENTS]].eq(1.5).all()
     assert not list((place / "runs").glob("*-100/test")), "the pilot saw no test photo"
-    command = ["study", *folders, "--placement", "instead", "--seeds", "110", "111"]
+    assert study.main(["rates", *folders, "--rates", "3"]) == 0
+    tuned = run_folder.read_config(place / "runs/instead rate 3-100")[0]
+    assert tuned["lr"] == 3 * load_recipe("finetune_resnet")["lr"]
+    assert tuned["attention_lr"] == 10
+    monkeypatch.setattr(study, "STUDY", study.Study("instead", rate=1, plain_rate=3))
+    command = ["study", *folders, "--seeds", "110", "111"]
     assert study.main(command) == 0
+    plain = "plain as long as instead 1"
+    ways = ["instead", "instead uniform", plain, f"{plain} rate 3"]
     tested = pd.read_csv(study.RUNS)
-    assert tested["variant"].unique().tolist() == [
-        "instead",
-        "instead uniform",
-        "plain as long as instead 1",
-    ]
+    assert tested["variant"].unique().tolist() == ways
+    pairs = [("instead", plain), ("instead", "instead uniform"), ("instead", f"{plain} rate 3")]
+    assert study.STUDY.questions() == pairs
     weights = [*(place / "runs").rglob("model.safetensors")]
     times = [path.stat().st_mtime_ns for path in weights]
     assert study.main(command) == 0
