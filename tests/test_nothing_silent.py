@@ -64,7 +64,8 @@ def test_ctrl_c_while_a_network_runs(line, tmp_path, capsys):
         hook.remove()
         signal.signal(signal.SIGINT, before)
     assert code == 130
-    assert capsys.readouterr().err.splitlines()[-1] == "error: interrupted"
+    *_, last = capsys.readouterr().err.splitlines()
+    assert last == "error: interrupted"
     assert not any(path.is_file() for path in tmp_path.rglob("*"))
 
 

@@ -46,9 +46,10 @@ def table():
             rooms = [path.parent.parts[:2], ("ea_vision, all",)]
         for room in rooms:
             sizes["/".join(room)] += size
-    lines = [f"{'room':28}" + "".join(f"{column:>13}" for column in COLUMNS)]
+    row = ("{:28}" + "{:>13}" * len(COLUMNS)).format
+    lines = [row("room", *COLUMNS)]
     for room, size in sorted(sizes.items(), key=lambda item: -item[1]["tokens"]):
-        lines.append(f"{room:28}" + "".join(f"{size[column]:>13}" for column in COLUMNS))
+        lines.append(row(room, *map(size.get, COLUMNS)))
     return "\n".join(lines)
 
 

@@ -98,7 +98,8 @@ def test_weights_know_their_images(name, shared):
     with tarfile.open(shared / "data" / "cifar10" / "test.tar") as tar:
         files = [member for member in tar if member.isfile()]
         for member in files[::100]:  # 100 images, all classes
-            inputs.append(loaded.input_of(Image.open(tar.extractfile(member)).convert("RGB")))
+            image = Image.open(tar.extractfile(member))
+            inputs.append(loaded.input_of(image.convert("RGB")))
             targets.append(names.index(member.name.split("/")[-2]))
     with torch.no_grad():
         predicted = loaded.model(torch.stack(inputs)).argmax(1)

@@ -47,9 +47,12 @@ def boxes(*corners):
 def test_sizes_are_the_published_ones(backbone, kwargs, params, profiler_gflops):
     with torch.device("meta"):
         detector = create_detector(backbone, **kwargs)
-    detector.forward = lambda images: detector.head(
-        list(detector.backbone(images).values())
-    )  # without decoding
+
+    def without_decoding(images):
+        features = detector.backbone(images)
+        return detector.head([*features.values()])
+
+    detector.forward = without_decoding
     count = count_as_papers(detector, (3, 640, 640))
     assert count.counts.params == params
     assert count.profiler / 1e9 == pytest.approx(profiler_gflops, abs=0.05)
@@ -98,7 +101,9 @@ def test_a_detection_does_not_depend_on_the_other_images():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight)
     image = torch.rand(3, 50, 40).double()
-    [alone], (_, together) = detector([image]), detector([torch.rand(3, 64, 64).double(), image])
+    other = torch.rand(3, 64, 64).double()
+    [alone] = detector([image])
+    _, together = detector([other, image])
     assert len(alone["boxes"]) == 100
     # pixels of the image given
     assert alone["boxes"][:, 2].max() <= 40
@@ -180,6 +185,7 @@ def test_bfloat16_has_the_gradients_of_float32_on_a_map_of_one_pixel():
         sum(losses.values()).backward()
         p7 = detector.backbone.fpn.extra_blocks.p7
         gradients.append(p7.weight.grad.clone())
-    largest = gradients[0].abs().max().item()
+    expected, half = gradients
+    largest = expected.abs().max().item()
     assert largest > 0
-    assert_close(gradients[1], gradients[0], rtol=0, atol=0.1 * largest)
+    assert_close(half, expected, rtol=0, atol=0.1 * largest)

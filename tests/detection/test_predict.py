@@ -58,8 +58,8 @@ def test_boxes_are_in_pixels_of_the_image(model, photos):
         expected = model.model([pil_to_tensor(images[0]) / 255])[0]
     torch.testing.assert_close(detections[0], expected, atol=1e-4, rtol=0)
     [double] = detect(model.model, [images[0].resize((128, 128), Image.Resampling.NEAREST)])
-    distances = double["boxes"][:20] - 2 * detections[0]["boxes"][0]
-    assert distances.abs().amax(1).min() < 1.5
+    distances = (double["boxes"][:20] - 2 * detections[0]["boxes"][0]).abs()
+    assert distances.amax(1).min() < 1.5
 
 
 def test_drawn_boxes_lie_where_they_were_found():
@@ -89,7 +89,7 @@ def test_maps_of_the_backbone_lie_over_the_padded_photo(model, photos):
         H, W = layer.feat_size
         for y, x in ((20, 40), (63, 0)):
             cell = y * H // SIDE * W + x * W // SIDE
-            row = H * W * layer.attn[0, 0, cell].reshape(H, W).numpy()
+            row = H * W * layer.attn[0, 0, cell].reshape(H, W)
             shown = recording.query_map(layer.number, (y, x), 0)
             np.testing.assert_allclose(shown, row, rtol=1e-5)
     photo = model.preparation.photo(image)

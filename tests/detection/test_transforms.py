@@ -34,7 +34,8 @@ def red_box(image):
     red = (image[0] > 0.6) & (image[1] < 0.35) & (image[2] < 0.35)
     if not red.any():
         return [0, 0, 0, 0]
-    rows, columns = red.nonzero().T.sort().values.tolist()
+    places = red.nonzero().T.sort()
+    rows, columns = places.values.tolist()
     return [columns[0], rows[0], columns[-1] + 1, rows[-1] + 1]
 
 

@@ -11,8 +11,8 @@ import sys
 import time
 from contextlib import closing
 from functools import partial
-from pathlib import Path
 
+import psutil
 import pytest
 
 from ea_vision.engine import checkpoint, run, run_folder, train_imagenet
@@ -122,19 +122,14 @@ class Agents:
     def start(self, *numbers):
         for number in numbers:
             prefix, address, environment = self.nodes[number]
-            launch = [
-                *prefix,
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                *runner.words(
-                    "--nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-id run --max-restarts 3",
-                    f"--rdzv-endpoint {self.nodes[0][1]}:{self.port} --local-addr {address}",
-                    f"--rdzv-conf is_host={str(number == 0).lower()},join_timeout={JOIN_SECONDS}",
-                ),
-                str(SCRIPT),
-                *self.argv,
-            ]
+            is_host = "false" if number else "true"
+            rendezvous = runner.words(
+                "--nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-id run --max-restarts 3",
+                f"--rdzv-endpoint {self.nodes[0][1]}:{self.port} --local-addr {address}",
+                f"--rdzv-conf is_host={is_host},join_timeout={JOIN_SECONDS}",
+            )
+            torchrun = [sys.executable, "-m", "torch.distributed.run", *rendezvous]
+            launch = [*prefix, *torchrun, str(SCRIPT), *self.argv]
             with open(self.log, "a") as file:
                 self.running[number] = subprocess.Popen(
                     launch,
@@ -175,18 +170,15 @@ class Agents:
             process.wait()
 
     def trainers(self, process):
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        return [
-            int(pid)
-            for pid in children
-            if b"train_imagenet" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        ]
+        children = psutil.Process(process.pid).children()
+        return [child.pid for child in children if str(SCRIPT) in child.cmdline()]
 
     def wait(self):
         return [self.running[number].wait(400) for number in sorted(self.running)]
 
     def close(self):
-        self.kill(*(number for number, process in self.running.items() if process.poll() is None))
+        left = [number for number, process in self.running.items() if process.poll() is None]
+        self.kill(*left)
 
 
 @pytest.fixture
@@ -230,10 +222,9 @@ def test_processes_and_nodes_that_die_and_return_change_nothing(whole, agents, f
         assert 0 not in agents.wait()
         agents.start(0, 1)
     assert agents.wait() == [0, 0], agents.log.read_text()
-    print(
-        f"| {fault} {'' if 'TERM' in fault else 'killed '}| finished, weights as undisturbed | "
-        f"{time.monotonic() - begun - whole[1]:.0f} s more |"
-    )
+    seconds = time.monotonic() - begun - whole[1]
+    how = "" if "TERM" in fault else "killed "
+    print(f"| {fault} {how}| finished, weights as undisturbed | {seconds:.0f} s more |")
     assert "resumed from" in agents.log.read_text()
     same_result(agents.folder, whole[0])
 

@@ -66,7 +66,9 @@ def test_a_step_a_checkpoint_and_a_resume(data, tmp_path):
     printed = train(arguments(data, whole, options), install)
     assert "1 on Stand-in 1" in printed
     train(arguments(data, run, options), install_and_stop, code=143)
-    assert saved(run)["random"][0][NAME].tolist() == [8]
-    assert (run / "speed.csv").read_text().splitlines()[1].endswith(",3.0")
+    [states, *_] = saved(run)["random"]
+    assert states[NAME].tolist() == [8]
+    _, row, *_ = (run / "speed.csv").read_text().splitlines()
+    assert row.endswith(",3.0")
     assert "resumed from" in train(arguments(data, run, options), install)
     same_result(run, whole)

@@ -144,13 +144,10 @@ def log_ids(folder, stop_after=0):
     folder.mkdir(exist_ok=True)
 
     def watched(update, trainer, batches):
+        ids = torch.cat([batch.ids for batch in batches])
+        line = json.dumps([trainer.progress.epoch, ids.tolist()])
         with open(folder / f"{trainer.world.rank}-of-{trainer.world.size}", "a") as file:
-            file.write(
-                json.dumps(
-                    [trainer.progress.epoch, torch.cat([batch[2] for batch in batches]).tolist()]
-                )
-                + "\n"
-            )
+            file.write(f"{line}\n")
         return update(trainer, batches)
 
     around(Trainer, "_update", watched)

@@ -25,7 +25,8 @@ def test_the_columns_are_means_over_every_row_of_every_map():
         model(IMAGES)
     for number in (1, 2):
         rows = maps[number].attn.flatten(0, 2)
-        entropy = torch.special.entr(rows).sum(1).mean().item() / math.log(rows.shape[1])
+        entropies = torch.special.entr(rows).sum(1) / math.log(rows.shape[1])
+        entropy = entropies.mean().item()
         largest = rows.amax(1).mean().item()
         assert columns[f"entropy_{number}"] == pytest.approx(entropy, rel=1e-4)
         assert columns[f"largest_{number}"] == pytest.approx(largest, rel=1e-4)

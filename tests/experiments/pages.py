@@ -60,7 +60,8 @@ def page_says(page, heading, *numbers):
 
 def plain_text(text):
     """Return a text in one line, with hyphens for minus signs and nothing bold."""
-    return " ".join(text.replace("\N{MINUS SIGN}", "-").replace("**", "").split())
+    text = text.replace("\N{MINUS SIGN}", "-").replace("**", "")
+    return " ".join(text.split())
 
 
 def span(values, digits=2):

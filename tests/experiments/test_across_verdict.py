@@ -1,6 +1,7 @@
 """The verdict on attention across layers: its analysis, the figures on the pages, and the script of its runs."""
 
 from functools import partial
+from itertools import product
 
 import numpy as np
 import pandas as pd
@@ -63,7 +64,7 @@ def test_runs_with_a_row_are_not_made_again_and_seeds_come_one_after_another(tmp
     nine = make_folder(tmp_path / "nine", train=9, test=9, classes=9, side=8)
     command = [str(tmp_path / "runs"), "--cifar10", str(ten), "-o", str(out)]
     assert run.main([*command, "--parts", "vit-alone"]) == 0
-    names = [f"vit-alone,{variant},{seed}" for seed in part.seeds for variant in part.own]
+    names = [f"vit-alone,{variant},{seed}" for seed, variant in product(part.seeds, part.own)]
     has_row = "vit-alone," + kept["variant"] + "," + kept["seed"].astype(str)
     assert trained == [name for name in names if name not in set(has_row)]
     rows = read_runs(file, variants=part.own)

@@ -6,10 +6,11 @@ import pytest
 import timm
 import torch
 
-from ea_vision.base.errors import exit_code
 from ea_vision.models.modes import lay_out
 from experiments.benchmark import baseline_of, interleaved, live_network, main
 from tests.detection.tiny import tiny_run
+from tests.engine.runner import error_of
+from tests.models.zoo import count
 
 TINY = "--device cpu --batch-size 2 --img-size 32 --repeats 1 --threads 1"
 
@@ -107,7 +108,7 @@ def test_a_run(tmp_path, capsys):
 def test_memory_is_that_of_the_steps_alone(tmp_path):
     [row] = run("--models resnet18_cifar", tmp_path / "m.csv")
     model = timm.create_model("resnet18_cifar")
-    weights = 4 * sum(p.numel() for p in model.parameters()) / 2**20
+    weights = 4 * count(model) / 2**20
     # weights, gradients and momentum, and on some CPUs 50 MB of oneDNN's own, but without torch itself, which takes 300
     assert 3 * weights < float(row["memory_mib"]) < 5 * weights
 
@@ -124,9 +125,8 @@ def test_memory_is_that_of_the_steps_alone(tmp_path):
 def test_bad_input(more, message, capsys, tmp_path):
     run = tmp_path / "detector"
     tiny_run(run)
-    assert exit_code(lambda: main(f"{TINY} {more.format(run=run)}".split())) == 2
-    errors = capsys.readouterr().err
-    assert message in errors.splitlines()[-1]
+    command = f"{TINY} {more.format(run=run)}"
+    assert message in error_of(main, command.split(), capsys)
 
 
 def test_a_row_per_implementation_and_mode(tmp_path, monkeypatch):

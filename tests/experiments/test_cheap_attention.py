@@ -40,7 +40,8 @@ def test_the_pilots_and_the_study_keep_a_row_of_each_run(place, monkeypatch):
     assert study.main(["pilot", *folders]) == 0
     rows = pd.read_csv(study.PILOT).set_index("way")
     assert rows["epochs"][["late", "last", "instead"]].tolist() == [1, 1, 1]
-    assert rows["epochs"][[f"plain as long as {name} 1" for name in study.PLACEMENTS]].eq(1.5).all()
+    longer = [f"plain as long as {name} 1" for name in study.PLACEMENTS]
+    assert (rows["epochs"][longer] == 1.5).all()
     assert not list((place / "runs").glob("*-100/test")), "the pilot saw no test photo"
     assert study.main(["rates", *folders, "--rates", "3"]) == 0
     tuned = run_folder.read_config(place / "runs/instead rate 3-100")[0]

@@ -56,7 +56,7 @@ def test_quantised_values_are_off_by_at_most_half_a_step(maps):
 
 def test_masked_logits_have_a_code_of_their_own():
     """The figures leave -inf out of their scale, too. A row may be masked as a whole."""
-    maps = np.random.default_rng(0).normal(size=(2, 4, 5)).astype(np.float32)
+    maps = np.random.default_rng(0).standard_normal((2, 4, 5), np.float32)
     masked = np.triu(np.ones((4, 5), bool), 1)
     masked[3] = True
     low, step, codes = quantise(np.where(masked, -np.inf, maps))
@@ -73,7 +73,8 @@ def check_rounded(values, maps):
     """Values are off by at most half a step of 1/255 of their row's range."""
     step = (maps.max(-1) - maps.min(-1)) / 255
     rounding = 1e-6 * np.abs(maps).max(-1) + np.finfo(np.float32).tiny
-    assert (np.abs(values - maps).max(-1) <= step / 2 * 1.001 + rounding).all()
+    errors = np.abs(values - maps).max(-1)
+    assert (errors <= step / 2 * 1.001 + rounding).all()
 
 
 def unpack(view, number, part, num_heads):
@@ -131,7 +132,7 @@ def test_how_many_keys_each_query_sees():
 
 
 def test_a_map_that_occurs_twice_is_stored_once():
-    first, second, own = np.random.default_rng(0).normal(size=(3, 2, 9, 9)).astype(np.float32)
+    first, second, own = np.random.default_rng(0).standard_normal((3, 2, 9, 9), np.float32)
     second_parts = {"logits": second, "conv_logits": second}
     second_parts |= {"prev_logits": first, "self_logits": own}
     streams, places = pack({1: {"logits": first}, 2: second_parts})
@@ -245,4 +246,5 @@ def test_each_class_has_a_picture_of_its_evidence():
     data = base64.b64decode(pictures[0].partition(",")[2])
     shown = Image.open(io.BytesIO(data))
     expected = Image.fromarray((drawn * 255).astype(np.uint8)).resize(shown.size)
-    assert np.abs(np.asarray(shown, float) - np.asarray(expected, float)).mean() < 2
+    difference = np.asarray(shown, float) - expected
+    assert np.abs(difference).mean() < 2

@@ -171,7 +171,8 @@ def test_gated_attention_is_its_equation(identity):
     largest = 2.0 if identity else 1.0
     heads = []
     for k in range(K):
-        gate = largest / (1 + (-x @ m.gate.weight[k] - m.gate.bias[k]).exp())
+        below = -x @ m.gate.weight[k] - m.gate.bias[k]
+        gate = largest / (1 + below.exp())
         heads.append(gate.unsqueeze(-1) * out[:, k])
     assert_equation(m, m.mix_output(out, None, x), torch.stack(heads, 1), out, x)
 

@@ -58,7 +58,8 @@ def assert_close(actual, expected, rounding=1.0):
     """Compare to 1e-5 of the largest entry; in float64 to 1e-5."""
     scale = 1.0
     if actual.dtype != torch.float64:
-        scale = rounding * max(1.0, expected.abs().max().item())
+        largest = expected.abs().max().item()
+        scale = rounding * max(1.0, largest)
     torch.testing.assert_close(actual, expected, atol=1e-5 * scale, rtol=1e-5)
 
 
@@ -168,7 +169,8 @@ def test_multi_token_attention(name):
     assert_close(seen, case["L0"].masked_fill(hidden, 0.0))
     out = mechanism.mix_attn(case["A0"]).masked_fill(hidden, 0.0) @ v
     if args.get("group_norm"):
-        out = out * (out.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * w["subln.weight"]
+        mean_square = out.square().mean(-1, keepdim=True) + 1e-5
+        out = out * mean_square.rsqrt() * w["subln.weight"]
     if args.get("add_gating"):
         out = out * F.linear(out, w["gate.weight"], w["gate.bias"]).sigmoid()
     assert_close(F.linear(joined(out), w["wo.weight"]), case["out0"])

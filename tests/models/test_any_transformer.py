@@ -87,7 +87,10 @@ def assert_near(actual, expected):
 CASES = [*product(NAMES[:1], KINDS), *product(NAMES[1:], SOME)]
 
 
-@pytest.mark.parametrize("case", slow_but([*product(KEPT | {NAMES[0]}, KINDS)], CASES))
+FAST = [*product(KEPT | {NAMES[0]}, KINDS)]
+
+
+@pytest.mark.parametrize("case", slow_but(FAST, CASES))
 def test_learned_gates_are_named_and_checkpoints_change_nothing(case):
     name, kind = case
     x = images(*size_of(name))

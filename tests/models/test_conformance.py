@@ -207,6 +207,7 @@ def test_drop_path_grows_with_depth_and_is_off_in_evaluation(small):
     assert torch.equal(model(x), model(x))
 
 
+NORM = partial(torch.nn.BatchNorm2d, eps=1e-3)
 IN_BOTH = (dict(aa_layer=BlurPool2d), dict(output_stride=8), dict(output_stride=16))
 
 
@@ -217,7 +218,7 @@ IN_BOTH = (dict(aa_layer=BlurPool2d), dict(output_stride=8), dict(output_stride=
         ("ea_aa_resnet34", dict(block_args=dict(attn_layer="se"))),
         *product(("ea_aa_resnet34", "ea_aa_resnet50"), [dict(augment_strided=False)]),
         ("ea_aa_resnet34", dict(stem_type="deep", stem_width=32, avg_down=True)),
-        ("ea_aa_mnasnet_075", dict(norm_layer=partial(torch.nn.BatchNorm2d, eps=1e-3))),
+        ("ea_aa_mnasnet_075", dict(norm_layer=NORM)),
     ],
 )
 def test_options_of_timms_resnet_and_efficientnet_work(network, options):

@@ -235,7 +235,8 @@ def test_checkpoints_around_several_stages():
     two = nn.Sequential(model.layer2, model.layer3)
 
     def loss(middle):
-        return model.layer4(middle(model.layer1(features))).square().sum()
+        z = middle(model.layer1(features))
+        return model.layer4(z).square().sum()
 
     expected = torch.autograd.grad(loss(two), weights, retain_graph=True)
     again = torch.autograd.grad(loss(lambda z: checkpoint(two, z, use_reentrant=False)), weights)

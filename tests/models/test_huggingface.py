@@ -176,11 +176,13 @@ def reloaded(model, folder):
     return copy.deepcopy(loaded)
 
 
-def edited(folder, change):
-    """Change the configuration in a folder."""
+def edited(folder, *without, **evolution):
+    """Leave entries out of the configuration in a folder, and change its evolution."""
     path = folder / "config.json"
     config = json.loads(path.read_text())
-    change(config)
+    for name in without:
+        del config[name]
+    config["ea_vision"] |= evolution
     path.write_text(json.dumps(config))
 
 
@@ -192,8 +194,8 @@ def without_mechanisms(folder):
 
 FAULTS = {  # status of weights, with what is changed in the folder
     "missing": without_mechanisms,
-    "unexpected": lambda folder: edited(folder, lambda c: c["ea_vision"].update(attn_layers=[2])),
-    "mismatched": lambda folder: edited(folder, lambda c: c["ea_vision"].update(kernel_size=5)),
+    "unexpected": partial(edited, attn_layers=[2]),
+    "mismatched": partial(edited, kernel_size=5),
 }
 
 
@@ -212,7 +214,7 @@ def test_a_folder_is_read_with_the_keywords_of_transformers(tmp_path):
     folder = tmp_path / "inner"
     model.save_pretrained(folder)
     attention = {"attn_implementation": "flash_attention_2"}
-    edited(folder, lambda config: config["ea_vision"].update(attention))
+    edited(folder, **attention)
     loaded, info = ea_vision.from_pretrained(
         tmp_path, subfolder="inner", dtype=torch.float64, output_loading_info=True
     )
@@ -260,11 +262,8 @@ def test_an_evolved_folder_is_not_read_as_the_plain_model(name, way, tmp_path):
         plain_loaders(tmp_path / "plain", class_name)[way]()
     with refused("evolved model's configuration, without mechanisms", ValueError):
         output(transformers.AutoModel.from_config(model.config), name)
-
-    def as_before(config):  # folders that were saved without these entries
-        del config["attn_implementation"], config["experts_implementation"]
-
-    edited(tmp_path, as_before)
+    # folders that were saved without these entries
+    edited(tmp_path, "attn_implementation", "experts_implementation")
     for load in (ea_vision.from_pretrained, ea_vision.load):
         assert torch.equal(output(load(str(tmp_path)).eval(), name), output(model, name))
 
@@ -316,9 +315,8 @@ def test_an_adapter_s_base_is_found_by_no_plain_name(tmp_path):
 # ---- against an independent loop over the layers ---------------------------------------------------------------------
 
 
-REAL = torch.ones(
-    2, 9, dtype=torch.bool
-)  # padding on the left of one sentence, on the right of the other
+# padding on the left of one sentence, on the right of the other
+REAL = torch.ones(2, 9, dtype=torch.bool)
 REAL[0, :3] = REAL[1, 7:] = False
 
 
@@ -678,8 +676,8 @@ def test_recorded_parts_of_padded_sentences_are_what_the_layer_used(name):
     model = evolving(name, "talking_heads").double()
     with record_attention(model, layers=2, parts="softmax") as maps:
         output(model, name, **mask)
-    to_padding = (REAL[:, :, None] & ~REAL[:, None, :])[:, None].expand(-1, 4, -1, -1)
-    assert not maps[2]["softmax"][to_padding].any()
+    to_padding = REAL[:, :, None] & ~REAL[:, None, :]
+    assert not maps[2]["softmax"].transpose(0, 1)[:, to_padding].any()
 
 
 # ---- the tools around them -------------------------------------------------------------------------------------------
@@ -920,6 +918,9 @@ MISFITS = [  # network, options of `evolve`, reason
     ),
     (partial(build, "t5gemma2"), {}, "needs a mask that hides only padding"),
 ]
+NOT_CAUSAL = []
+for name, kind in product(DECODERS, sorted(set(KINDS) - CAUSAL)):
+    NOT_CAUSAL.append((partial(create, name), {"kind": kind}, CAUSAL_FORM))
 REFUSED = [
     (
         partial(build, "gemma2"),
@@ -947,11 +948,7 @@ REFUSED = [
         ["needs patches of an image, embedded by a Conv2d"],
     ),
     (partial(create, "t5"), {"start": "paper", "alpha": 0.1}, "leave alpha out, got 0.1"),
-    *[
-        (partial(create, name), {"kind": kind}, CAUSAL_FORM)
-        for name, kind in product(DECODERS, KINDS)
-        if kind not in CAUSAL
-    ],
+    *NOT_CAUSAL,
     *[
         (partial(model_of, name, **SEQ2SEQ, block_size=8), {"kind": "pa"}, CAUSAL_FORM)
         for name in ("PegasusX", "BigBirdPegasus")

@@ -140,7 +140,7 @@ EXACT = [  # timm's names of many families, made small where the names allow it
 
 @pytest.mark.parametrize(
     "kind, name, options",
-    [*[("ea", *each) for each in EXACT], *[(kind, *EXACT[0]) for kind in KINDS[1:]]],
+    [("ea", *each) for each in EXACT] + [(kind, *EXACT[0]) for kind in KINDS[1:]],
 )
 def test_evolve_is_exact_in_many_families(kind, name, options):
     timms = tiny(name, **options)

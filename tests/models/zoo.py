@@ -160,7 +160,10 @@ def sample(name, batch=2):
 def groups_of(model, **options):
     """The group of timm's AdamW in which each parameter is."""
     optimizer = create_optimizer_v2(model, opt="adamw", lr=1e-3, weight_decay=0.05, **options)
-    return {p: group for group in optimizer.param_groups for p in group["params"]}
+    group_of = {}
+    for group in optimizer.param_groups:
+        group_of |= dict.fromkeys(group["params"], group)
+    return group_of
 
 
 def layers_of(model):

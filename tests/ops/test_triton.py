@@ -117,9 +117,8 @@ def test_chain():
         with use_implementation(implementation):
             y, _ = run(layers.to(dtype), x.to(dtype))
         weights = torch.linspace(-1, 1, y.numel(), device=DEVICE)
-        return torch.autograd.grad(
-            (y.flatten().double() * weights).sum(), list(layers.parameters())
-        )
+        total = (y.flatten().double() * weights).sum()
+        return torch.autograd.grad(total, list(layers.parameters()))
 
     exact = gradients("reference", torch.float64)
     for have, want in zip(gradients("triton", torch.float32), exact, strict=True):

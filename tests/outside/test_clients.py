@@ -180,10 +180,10 @@ def test_fully_sharded_gradients_are_the_plain_ones(name, group):
     """FSDP2, of one process."""
     model = network(name)
     x = images()
-    model(x).square().sum().backward()
+    give_gradients(model, x)
     expected = {key: parameter.grad for key, parameter in model.named_parameters()}
     model.zero_grad()
     sharded = fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
-    sharded(x).square().sum().backward()
+    give_gradients(sharded, x)
     for key, parameter in sharded.named_parameters():
         assert_close(parameter.grad.full_tensor(), expected[key])

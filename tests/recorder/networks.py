@@ -46,7 +46,8 @@ def lively(model):
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 noise = torch.randn(parameter.shape, generator=generator)
-                parameter.copy_(noise * parameter[0].numel() ** -0.5 * 1.5)
+                std = 1.5 * parameter[0].numel() ** -0.5
+                parameter.copy_(std * noise)
     return model.eval()
 
 

@@ -11,6 +11,7 @@ import transformers
 from torch.testing import assert_close
 
 from ea_vision import record_attention
+from tests.models.test_huggingface import TOWER, model_of
 from tests.process import ROOT
 from tests.refused import refused
 
@@ -58,10 +59,6 @@ MASK2FORMER = dict(
     dim_feedforward=32,
     num_queries=5,
 )
-CLIP_TEXT = dict(
-    hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32, vocab_size=50,
-    bos_token_id=0, eos_token_id=1,
-)  # fmt: skip
 # class of the model without "Model", its configuration, its backbone's, its stages; and how many maps the model itself
 # gives: not SAM's, nor deformable attention
 NETWORKS = {
@@ -72,13 +69,12 @@ NETWORKS = {
     "RT-DETR": ("RTDetr", RT_DETR, "RTDetrResNet", LEVELS, 3),
     "SAM": ("Sam", SAM, None, None, 0),
     "Mask2Former": ("Mask2Former", MASK2FORMER, "Swin", None, 1),
-    "CLIP, text": ("CLIPText", CLIP_TEXT, None, None, 2),
+    "CLIP, text": ("CLIPText", TOWER, None, None, 3),
 }
 every = pytest.mark.parametrize("name", NETWORKS)
 
 
 def create(name):
-    torch.manual_seed(0)
     family, options, backbone, stages, _ = NETWORKS[name]
     options = dict(options)
     if backbone == "Swin":
@@ -89,8 +85,7 @@ def create(name):
         config = getattr(transformers, f"{backbone}Config")(**BACKBONE, out_features=stages)
         options |= dict(backbone_config=config, backbone=None)
         options |= dict(use_timm_backbone=False, use_pretrained_backbone=False)
-    config = getattr(transformers, f"{family}Config")(**options)
-    return getattr(transformers, f"{family}Model")(config).eval()
+    return model_of(family, **options)
 
 
 def inputs_of(name):
@@ -105,8 +100,10 @@ def inputs_of(name):
 
 def given_maps(output):
     """Return the maps (B, K, queries, keys) in a model's output."""
-    names = [name for name in output if name.endswith("attentions") and output[name]]
-    maps = [attn for name in names for attn in output[name]]
+    maps = []
+    for name in output:
+        if name.endswith("attentions"):
+            maps += output[name] or ()
     return [attn for attn in maps if attn is not None and attn.ndim == 4 and attn.shape[1] == 4]
 
 
@@ -163,8 +160,8 @@ def table():
         with torch.no_grad(), record_attention(model) as maps:
             model(**inputs_of(name))
         names = [re.sub(r"\.\d+(?=\.)", "", maps[number].name) for number in maps]
-        kinds = dict.fromkeys(names)
-        lines.append(f"| {name} | {', '.join(f'`{kind}`' for kind in kinds)} |")
+        kinds = "`, `".join(dict.fromkeys(names))
+        lines.append(f"| {name} | `{kinds}` |")
     return lines
 
 

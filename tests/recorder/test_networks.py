@@ -6,20 +6,19 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import nn
 from torch.testing import assert_close
 
 from ea_vision import evolve, record_attention
 from ea_vision.recorder.recording import recordable_layers
 from tests.models.test_any_transformer import NAMES, create, size_of
+from tests.models.test_huggingface import TEXT, VISION, model_of
 from tests.models.test_vision_transformer import needs_attn_layer
 from tests.recorder.networks import (
     LIMIT,
     NETWORKS,
     TINY,
     gap,
-    hooks_of,
     images,
     in_image,
     lively,
@@ -56,7 +55,8 @@ def check(layer, attn, place):
             rows[row, column] = prefix + row * width + column
         spatial = layer.spatial().flatten(-2).flatten(2, 3)
         assert torch.equal(spatial, layer.attn[:, :, prefix:, prefix:])
-        seen = (attn.flatten(0, 1).amax(0)[prefix:] > 1e-20).sum(-1)
+        largest = attn.flatten(0, 1).amax(0)
+        seen = (largest[prefix:] > 1e-20).sum(-1)
         assert torch.equal(torch.from_numpy(layer.num_keys()), seen.view(height, width))
         relative = layer.attn[:, :, prefix:] * seen.view(-1, 1)
         assert_close(layer.relative()[:, :, prefix:], relative)
@@ -179,18 +179,14 @@ def test_language_models_of_transformers(name, queries):
 
 @torch.no_grad()
 def test_a_layer_of_one_tower():
-    small = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 3}
-    small["intermediate_size"] = 32
-    text = {**small, "vocab_size": 30, "max_position_embeddings": 8}
-    vision = {**small, "image_size": 32, "patch_size": 8}
-    config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)
-    clip = transformers.CLIPModel(config).eval()
+    one = {"num_hidden_layers": 1}
+    clip = model_of("CLIP", text_config=TEXT | one, vision_config=VISION | one)
     names = [layer.name for layer in recordable_layers(clip)]
     [tower] = [name for name in names if name.startswith("vision_model")]
     with record_attention(clip, tower) as maps:
         clip(input_ids=torch.ones(2, 5, dtype=torch.long), pixel_values=images())
     assert len(names) == 2
-    assert maps[tower].attn.shape == (2, 3, 17, 17)
+    assert maps[tower].attn.shape == (2, 4, 17, 17)
 
 
 @torch.no_grad()
@@ -324,17 +320,10 @@ def test_evolved_transformers_begin_with_the_maps_of_the_plain_ones(name, kind):
     x = images(*size)
     model = evolve(plain, kind=kind, token_conv=kind is None).eval()
     with_logits = [layer for layer in recordable_layers(model) if "logits" in layer.parts]
-    parts = {part for layer in with_logits for part in layer.parts}
+    parts = set().union(*(layer.parts for layer in with_logits))
     theirs = "mixed_attn" if name.startswith("cait") else "attn"
-    hooks = hooks_of(model)
-    expected = model(x)
-    with (
-        record_attention(model, parts=parts) as maps,
-        record_attention(plain, parts=theirs) as before,
-    ):
-        assert torch.equal(model(x), expected)
-        plain(x)
-    assert hooks_of(model) == hooks
+    maps = recorded(model, x, parts)
+    before = recorded(plain, x, theirs)
     assert len(with_logits) >= 2
     assert len(maps) == len(recordable_layers(plain))
     for number in [layer.number for layer in with_logits]:

@@ -77,7 +77,7 @@ def test_maps_are_those_of_the_query(name, options, layers, text, query, row):
 
 
 def test_shuffling_moves_the_pixels_of_each_map():
-    places = torch.arange(16.0).half().view(4, 4).expand(400, 3, 4, 4)
+    places = torch.arange(16, dtype=torch.half).view(4, 4).expand(400, 3, 4, 4)
     moved = shuffled_in_space(places, 0).flatten(2)
     first = moved[:, 0]
     assert torch.equal(moved.sort().values, places.flatten(2))  # every value stays in its map
@@ -165,7 +165,8 @@ def test_seeds_draw_everything_but_the_images_and_unseen_takes_test_images(
 
     def extract(model, images, *_):
         seen.append(images)
-        networks.add(next(model.model.parameters()).sum().item())
+        weight = next(model.model.parameters())
+        networks.add(weight.sum().item())
         return [torch.zeros(len(images), 2, 4, 4)]
 
     monkeypatch.setattr(probe, "extract_maps", extract)

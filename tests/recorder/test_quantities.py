@@ -61,7 +61,8 @@ def test_measures_of_differential_attention_are_of_distributions_or_not_numbers(
         rows = attn / sums
         signed = attn.amin((-2, -1)) < 0
         assert signed.all() == (layer.number == 3)
-        entropies = -(rows * rows.log()).sum(-1).mean(-1)
+        terms = rows * rows.log()
+        entropies = -terms.sum(-1).mean(-1)
         prefixes = rows[..., 0].mean(-1)
         assert_close(layer.entropies, entropies.masked_fill(signed, torch.nan), equal_nan=True)
         assert_close(layer.prefixes, prefixes.masked_fill(signed, torch.nan), equal_nan=True)

@@ -33,8 +33,10 @@ def record(model, parts=("attn",), layers=None):
 
 def maps_of(figure):
     """Return the arrays of all images of a figure."""
-    images = [image for axes in figure.axes for image in axes.images]
-    return [np.asarray(image.get_array(), float) for image in images]
+    maps = []
+    for axes in figure.axes:
+        maps += [np.asarray(image.get_array(), float) for image in axes.images]
+    return maps
 
 
 def overlaid(figure):

@@ -99,7 +99,8 @@ def test_models_side_by_side_share_one_scale_and_place_the_query(wide):
         height, width = maps.feat_size
         row = 5 * height // 16
         column = 20 * width // 32
-        expected = height * width * maps.attn[0, 0, row * width + column].view(height, width)
+        attn = maps.attn[0, 0, row * width + column]
+        expected = height * width * attn.view(height, width)
         np.testing.assert_allclose(artist.get_array(), expected, rtol=1e-4)
     assert len({artist.get_clim() for artist in shown}) == 1
     with refused("equally many layers, got 1 of one, 2 of other"):
@@ -365,7 +366,8 @@ def test_fog_is_as_the_docs_define_it(wide):
     figure = draw_heatmap([wide], [[1]], [2], ["all"], MapStyle(style="fog"))
     [axes] = tiles_of(figure)
     shown = np.asarray(axes.images[0].get_array())
-    mean = 32 * wide.maps[1].attn[0, 2].mean(0).view(4, 8).double().numpy()
+    attn = wide.maps[1].attn[0, 2].double()
+    mean = 32 * attn.mean(0).view(4, 8).numpy()
     height, width = shown.shape[:2]
     times = height // wide.pixels().shape[0]
     for row in range(0, height, 7):
@@ -377,9 +379,8 @@ def test_fog_is_as_the_docs_define_it(wide):
     for x, y in np.concatenate(line.get_paths()[0].to_polygons(closed_only=False)):
         assert left_of_photo(mean, y / 4, x / 4) == pytest.approx(0.5, abs=0.01)
     cells = sorted(mean.ravel(), reverse=True)
-    assert axes.get_xlabel().replace("\n", " ") == (
-        f"4 of 32 cells hold {sum(cells[:4]) / sum(cells):.0%}"
-    )
+    label = axes.get_xlabel().replace("\n", " ")
+    assert label == f"4 of 32 cells hold {sum(cells[:4]) / sum(cells):.0%}"
     texts = texts_of(figure)
     assert "mean of all queries" in texts
     assert "interpolated from 4 x 8 cells" in texts
@@ -405,7 +406,8 @@ def test_what_the_previous_map_changed():
     token = 1 * 8 + 2
     for number, axes in zip((2, 3), tiles[2::3], strict=True):
         maps = recording.maps[number]
-        expected = 64 * (maps.attn - maps[ALONE_PART])[0, 1, token].view(8, 8).numpy()
+        change = (maps.attn - maps[ALONE_PART])[0, 1, token]
+        expected = 64 * change.view(8, 8).numpy()
         np.testing.assert_allclose(axes.images[-1].get_array(), expected, atol=1e-4)
         assert np.abs(expected).max() > 1
         signs = {"+": set(), "_": set()}
@@ -413,15 +415,11 @@ def test_what_the_previous_map_changed():
             for x, y in line.get_xydata():
                 signs[line.get_marker()].add((int(y // 4), int(x // 4)))
         for marker, sign in (("+", 1), ("_", -1)):
-            assert signs[marker] == set(
-                zip(*map(list, np.nonzero(sign * expected > 1)), strict=True)
-            )
-    differences = []
-    for head in range(4):
-        pair = recording.maps[3].attn[0, head], recording.maps[3][ALONE_PART][0, head]
-        for row, other in zip(*pair, strict=True):
-            differences.append(sum(abs(float(a - b)) for a, b in zip(row, other, strict=True)) / 2)
-    average = f"on average {np.mean(differences):.0%} of a query's attention moves"
+            places = np.argwhere(sign * expected > 1)
+            assert signs[marker] == set(map(tuple, places))
+    change = maps.attn - maps[ALONE_PART]
+    moved = change.abs().sum(-1) / 2
+    average = f"on average {moved.mean():.0%} of a query's attention moves"
     assert average in texts_of(draw_change(recording, [3], "mean", "all"))
     with refused("layers that evolve .* required"):
         plot_strip(small(CONV), PHOTO, change=True)

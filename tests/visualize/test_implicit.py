@@ -17,11 +17,6 @@ from tests.refused import refused
 from .conftest import PHOTO, maps_of, small, texts_of
 
 
-@pytest.fixture(scope="module")
-def digits():
-    return torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-
-
 class NoGradients(torch.nn.Module):
     """Like a network in an ONNX file."""
 
@@ -37,9 +32,9 @@ def test_the_jacobian_of_transformers_models():
         plot_jacobian(backbone, PHOTO)
 
 
-def test_the_jacobian_is_the_differences_quotient(digits):
+def test_the_jacobian_is_the_differences_quotient():
     model = small("conv_transformer_cifar").double()
-    x = digits[:1].double()
+    x = torch.rand(1, 3, 32, 32, dtype=torch.float64)
     jacobian, chosen = input_jacobian(model, x)
     assert chosen == model(x).argmax()
     assert jacobian.shape == (32, 32)
@@ -49,7 +44,8 @@ def test_the_jacobian_is_the_differences_quotient(digits):
     for channel in range(3):
         steps[channel, channel, row, column] = 1e-6
     slopes = (model(x + steps) - model(x - steps))[:, chosen] / 2e-6
-    assert slopes.abs().max().item() == pytest.approx(jacobian.max().item(), rel=1e-4)
+    steepest = slopes.abs().max().item()
+    assert steepest == pytest.approx(jacobian.max().item(), rel=1e-4)
     with torch.inference_mode():  # of a caller
         again, _ = input_jacobian(model, x)
     torch.testing.assert_close(again, jacobian)
@@ -106,15 +102,16 @@ def test_the_jacobian_lies_on_what_the_patches_cover():
 
 
 @pytest.mark.parametrize("name, panels", [("csan_conv_transformer_cifar", 8), ("cnn_cifar", 2)])
-def test_the_jacobian_stands_beside_the_maps(digits, name, panels):
+def test_the_jacobian_stands_beside_the_maps(name, panels):
     """For a chosen class, on the image that the network sees, in evaluation mode."""
     model = timm.create_model(name, widths=(8, 8, 16, 16), num_classes=4)
-    figure = plot_jacobian(model, digits[0], target=2)
+    image = torch.rand(3, 32, 32)
+    figure = plot_jacobian(model, image, target=2)
     shown = [axes for axes in figure.axes if axes.get_label() != "<colorbar>"]
     assert len(shown) == panels
     assert shown[1].get_title() == "|d class 2 / d input|"
     assert model.training
     assert all(parameter.grad is None for parameter in model.parameters())
-    x = as_model(model).preparation.normalize(digits[:1])
+    x = as_model(model).preparation.normalize(image[None])
     expected, _ = input_jacobian(model.eval(), x, 2)
     np.testing.assert_allclose(shown[1].images[-1].get_array(), expected, rtol=1e-5, atol=1e-7)

@@ -78,7 +78,9 @@ def problems(figure):
         if text not in free and box.width and box.height:
             boxes.append((text.get_text(), box))
     edge = figure.bbox.padded(1)
-    pictures = [image.get_window_extent(renderer) for axes in figure.axes for image in axes.images]
+    pictures = []
+    for axes in figure.axes:
+        pictures += [image.get_window_extent(renderer) for image in axes.images]
     for text, box in boxes:
         if not edge.contains(*box.min) or not edge.contains(*box.max):
             wrong.append(f"cut off: {text!r}")

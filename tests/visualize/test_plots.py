@@ -123,7 +123,8 @@ def test_statistics_in_numbers(model):
             drawn[axes.get_title()] = dict(axes.lines[0].get_xydata())
     for number, layer in recorded(model.eval(), normalised(model, images)).items():
         attn = layer.attn
-        entropy = torch.special.entr(attn).sum(-1).mean() / np.log(attn.shape[-1])
+        entropies = torch.special.entr(attn).sum(-1)
+        entropy = entropies.mean() / np.log(attn.shape[-1])
         assert drawn["entropy / log N"][number] == pytest.approx(entropy.item(), rel=1e-4)
         products = torch.einsum("ikqn,jkqn->kij", attn, attn)  # of two images' maps
         same = products.diagonal(dim1=1, dim2=2)

@@ -72,7 +72,7 @@ def test_refused_at_once_in_one_line(command, message, run, photo, monkeypatch, 
         code = run_command(name, ["--model", str(run), str(photo), *options])
     except SystemExit as left:  # argparse
         code = left.code
-    last_line = capsys.readouterr().err.strip().splitlines()[-1]
+    last_line = capsys.readouterr().err.splitlines()[-1]
     assert code == 2
     assert re.search(message, last_line), last_line
     assert time.process_time() - begin < 10

@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 import torch
-import transformers
 from matplotlib.image import AxesImage
 
 import ea_vision
 from ea_vision.visualize import plot_matrix
+from tests.models.test_huggingface import create
+from tests.recorder.networks import recorded
 from tests.refused import refused
 
 from .conftest import small, texts_of
@@ -15,77 +16,54 @@ from .test_layout import problems
 
 WORDS = "the cat sat on the warm old mat".split()
 IDS = torch.tensor([[5, 6, 7, 8, 5, 9, 10, 11]])
-WIDTH = {"vocab_size": 32, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
-T5 = {"vocab_size": 32, "d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 4}
-BART = {"vocab_size": 32, "d_model": 32, "max_position_embeddings": 32}
-for side in ("encoder", "decoder"):
-    BART |= {f"{side}_layers": 1, f"{side}_attention_heads": 4, f"{side}_ffn_dim": 32}
-
-
-def model(name):
-    torch.manual_seed(0)
-    config = {
-        "Bert": lambda: transformers.BertConfig(intermediate_size=32, **WIDTH),
-        "Roberta": lambda: transformers.RobertaConfig(intermediate_size=32, **WIDTH),
-        "GPT2": lambda: transformers.GPT2Config(vocab_size=32, n_embd=32, n_head=4, n_layer=2),
-        "T5": lambda: transformers.T5Config(decoder_start_token_id=0, **T5),
-        "Bart": lambda: transformers.BartConfig(**BART),
-    }[name]()
-    return getattr(transformers, f"{name}Model")(config).eval()
 
 
 def shown(figure):
     """Return the maps of a figure, masked where they are blank, with the tokens of their rows and columns."""
     maps = []
     for image in figure.findobj(AxesImage):
-        axes = image.axes
-        texts = [
-            [text.get_text() for text in axis.get_ticklabels()] for axis in (axes.yaxis, axes.xaxis)
-        ]
-        maps.append((np.ma.asarray(image.get_array()), *texts))
+        tokens = []
+        for labels in (image.axes.get_yticklabels(), image.axes.get_xticklabels()):
+            tokens.append([label.get_text() for label in labels])
+        maps.append((np.ma.asarray(image.get_array()), *tokens))
     return maps
 
 
-def recorded(network, **inputs):
-    with torch.inference_mode(), ea_vision.record_attention(network) as maps:
-        network(**inputs)
-    return maps
-
-
-@pytest.mark.parametrize("name", ["Bert", "Roberta", "GPT2"])
+@pytest.mark.parametrize("name", ["bert", "roberta", "gpt2"])
 def test_maps_of_text_have_the_tokens_at_both_sides(name):
     """In units of uniform attention over the keys that a query sees; later keys of causal attention are blank."""
-    network = model(name)
+    network = create(name, add_cross_attention=False)
     figure = plot_matrix(network, IDS, 2, 1, tokens=WORDS)
     [(values, rows, columns)] = shown(figure)
     assert rows == columns == WORDS
-    attn = recorded(network, input_ids=IDS)[2].attn[0, 1]
+    attn = recorded(network, IDS)[2].attn[0, 1]
     for query in range(8):
-        seen = query + 1 if name == "GPT2" else 8
+        seen = query + 1 if name == "gpt2" else 8
         assert list(np.ma.getmaskarray(values)[query]) == [key >= seen for key in range(8)]
         for key in range(seen):
             assert values[query, key] == pytest.approx(float(attn[query, key]) * seen, rel=1e-4)
     assert not problems(figure)
 
 
-@pytest.mark.parametrize("name", ["Bert", "GPT2"])
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
 def test_padding_is_blank(name):
+    network = create(name, add_cross_attention=False)
     mask = torch.tensor([[1, 1, 1, 1, 1, 0, 0, 0]])
-    [(values, *_)] = shown(plot_matrix(model(name), {"input_ids": IDS, "attention_mask": mask}, 1))
+    [(values, *_)] = shown(plot_matrix(network, {"input_ids": IDS, "attention_mask": mask}, 1))
     hidden = np.ma.getmaskarray(values)
     assert hidden[5:].all()
     assert hidden[:, 5:].all()
     assert not hidden[4, :5].any()
 
 
-@pytest.mark.parametrize("name", ["T5", "Bart"])
+@pytest.mark.parametrize("name", ["t5", "bart"])
 def test_encoder_decoder_and_cross_attention(name):
-    network = model(name)
+    network = create(name, decoder_start_token_id=0)
     target = ["<s>", "die", "Katze"]
-    inputs = {"input_ids": IDS, "decoder_input_ids": torch.tensor([[0, 3, 4]])}
+    decoded = {"decoder_input_ids": torch.tensor([[0, 3, 4]])}
+    inputs = {"input_ids": IDS, **decoded}
     sides = set()
-    maps = recorded(network, **inputs)
-    for number, layer in maps.items():
+    for number, layer in recorded(network, IDS, **decoded).items():
         figure = plot_matrix(network, inputs, number, 0, tokens=(WORDS, target))
         [(values, rows, columns)] = shown(figure)
         sides.add((len(rows), len(columns)))
@@ -109,7 +87,7 @@ def test_a_string_with_its_tokenizer_and_an_evolving_network():
         def convert_ids_to_tokens(self, ids):
             return [WORDS[number - 5] for number in ids]
 
-    network = ea_vision.evolve(model("Bert"), "ea")
+    network = ea_vision.evolve(create("bert", num_hidden_layers=2), "ea")
     figure = plot_matrix(network, " ".join(WORDS), processor=Tokenizer(), width=3.3)
     assert [rows for _, rows, _ in shown(figure)] == [WORDS] * 2
     assert not problems(figure)
@@ -119,7 +97,7 @@ def test_a_string_with_its_tokenizer_and_an_evolving_network():
 
 
 def test_long_texts_fit_a_page():
-    network = model("Bert")
+    network = create("bert", max_position_embeddings=200, num_hidden_layers=2)
     figure = plot_matrix(network, torch.arange(200)[None] % 32, width=3.3)
     assert not problems(figure)
     width, height = figure.get_size_inches()
@@ -138,25 +116,23 @@ def test_long_texts_fit_a_page():
 )
 def test_refusals(image, options, message):
     with refused(message):
-        plot_matrix(model("Bert"), image, **options)
+        plot_matrix(create("bert"), image, **options)
 
 
 def test_tokens_of_an_image_are_refused_and_a_layer_of_it_is_drawn():
     network = small()
     with refused("tokens belong to a text"):
         plot_matrix(network, torch.rand(3, 16, 16), tokens=WORDS)
-    with ea_vision.record_attention(network) as maps:
-        network(torch.rand(1, 3, 16, 16))
+    maps = recorded(network, torch.rand(1, 3, 16, 16))
     [(values, rows, _)] = shown(plot_matrix(maps[1], heads=2))
     np.testing.assert_allclose(values, 16 * maps[1].attn[0, 2], rtol=1e-4)
     assert rows[0] == "0"
 
 
 def test_heads_of_a_recorded_layer_keep_their_numbers():
-    network = model("Bert")
-    everything = recorded(network, input_ids=IDS)[1].attn[0]
-    with torch.inference_mode(), ea_vision.record_attention(network, 1, heads=[3, 1]) as maps:
-        network(input_ids=IDS)
+    network = create("bert")
+    everything = recorded(network, IDS)[1].attn[0]
+    maps = recorded(network, IDS, layers=1, heads=[3, 1])
     figure = plot_matrix(maps[1])
     for (values, _, _), head in zip(shown(figure), (3, 1), strict=True):
         np.testing.assert_allclose(values, 8 * everything[head], rtol=1e-5)
