@@ -105,6 +105,17 @@ def open_page(browser, address):
     assert not wrong
 
 
+@pytest.fixture
+def show(open_page, tmp_path):
+    """Opens the page of networks and a picture."""
+
+    def show_it(networks, fragment="", **options):
+        text = show_page(networks, picture(0), **options).text
+        return open_page(fragment, url=write_page(text, tmp_path))
+
+    return show_it
+
+
 def settle(page):
     """Wait until all is drawn."""
     page.evaluate("explorer.ready()")
@@ -223,7 +234,6 @@ def test_the_change_by_the_previous_map_is_exact(open_page, recordings, query):
     """Half the sum of absolute differences from the attention of the own logits alone; of heads and queries the mean of
     these, and the sentence above the tiles."""
     page = open_page(f"#layer=9&head=2&query={query}")
-    settle(page)
     maps = recordings[0, 0].maps[9]
     for head in ("mean", 2):
         change = rows_of(maps, "attn", head) - rows_of(maps, "attn_own_alone", head)
@@ -240,7 +250,6 @@ def test_the_change_by_the_previous_map_is_exact(open_page, recordings, query):
 def test_what_changed_is_drawn_in_colours(open_page, recordings):
     """Attention minus that of the own logits alone in units of uniform attention, full colour at 4 times."""
     page = open_page("#layer=9&head=2&query=40,50&opacity=1")
-    settle(page)
     maps = recordings[0, 0].maps[9]
     cell = cell_of((40, 50), (64, 96), maps)
     change = 24 * (maps["attn"] - maps["attn_own_alone"])[0, 2, cell].numpy()
@@ -393,7 +402,6 @@ def test_a_tile_is_chosen_in_all_models(open_page):
     page.get_by_label("layer 2, large", exact=True).click()
     assert state(page)["layer"] == 2
     page = open_page("#layer=2&head=7")
-    settle(page)
     texts = page.locator(".part > header").all_inner_texts()
     assert "layer 2 \u00b7 no head 7 here, but 0, 1, 2, 3" in texts[1]
 
@@ -553,10 +561,10 @@ def test_attention_that_is_everywhere_alike_does_not_look_strong(open_page):
         assert 2 - 1e-5 <= end <= max(2, largest) + 1e-5
 
 
-def test_uniform_attention_is_that_of_the_keys_that_a_query_sees(open_page, tmp_path):
+def test_uniform_attention_is_that_of_the_keys_that_a_query_sees(show):
     """In windows (Swin) a query sees fewer keys than the map's cells; at a shifted window's border even fewer."""
-    url = write_page(show_page(small_swin(), picture(0), layers=[1, 2]).text, tmp_path)
-    page = open_page("#style=cells&scale=tile&head=0&layer=2&query=0,0", url=url)
+    fragment = "#style=cells&scale=tile&head=0&layer=2&query=0,0"
+    page = show(small_swin(), fragment, layers=[1, 2])
     for number, keys in ((1, 16), (2, 4)):
         shown = tile(page, 0, number, 0)
         low, high = shown["range"]
@@ -607,16 +615,15 @@ def brightness(colour):
     return np.mean([int(value) for value in re.findall(r"\d+", colour)[:3]])
 
 
-def test_class_tokens_and_registers_are_queries(open_page, tmp_path):
+def test_class_tokens_and_registers_are_queries(show):
     """Values equal numpy's, by a button and by an address; a linked network without such a token keeps its query."""
     options = {"img_size": (32, 32), "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}
     transformer = load_model(
         "ea_vit_tiny_patch16_224", random=True, reg_tokens=2, alpha=0.3, **options
     )
     models = [transformer, "pa_conv_transformer_cifar"]
-    url = write_page(show_page(models, picture(0)).text, tmp_path)
     maps = record(transformer, picture(0), recordable_layers(transformer.model)).maps
-    page = open_page(url=url)
+    page = show(models)
     for token, number in (("reg2", 2), ("cls", 0)):
         page.locator("#asked button", has_text=token).click()
         assert state(page)["queries"] == [token, "all"]
@@ -630,7 +637,7 @@ def test_class_tokens_and_registers_are_queries(open_page, tmp_path):
     assert page.evaluate("explorer.fragment()").startswith("#query=cls")
     page.keyboard.press("ArrowDown")  # from the middle on
     assert state(page)["queries"][0] == [28, 20]
-    assert state(open_page("#query=reg3", url=url))["queries"][0] == "all"
+    assert state(show(models, "#query=reg3"))["queries"][0] == "all"
 
 
 @pytest.mark.parametrize(
@@ -638,11 +645,11 @@ def test_class_tokens_and_registers_are_queries(open_page, tmp_path):
     [("vit_tiny_patch16_224", TINY, TINY["depth"], "cls"), ("cait_xxs24_224", CAIT, 2, "all")],
 )
 def test_a_vision_transformer_begins_with_its_class_token_at_its_last_layer(
-    open_page, tmp_path, name, options, layer, query
+    show, name, options, layer, query
 ):
     """Class attention, which has no queries of pixels, is skipped (CaiT)."""
     model = timm.create_model(name, **options)
-    page = open_page(url=write_page(show_page(model, picture(0)).text, tmp_path))
+    page = show(model)
     check_chosen(page, layer, "mean")
     assert state(page)["queries"] == [query]
     assert page.locator("#asked button", has_text="cls").count() == (query == "cls")
@@ -650,21 +657,19 @@ def test_a_vision_transformer_begins_with_its_class_token_at_its_last_layer(
     assert ("% of it to cls" in numbers) == (query == "cls")
 
 
-def test_the_share_of_tokens_is_left_out_where_rows_do_not_sum_to_1(open_page, tmp_path):
+def test_the_share_of_tokens_is_left_out_where_rows_do_not_sum_to_1(show):
     """Talking heads mix the probabilities: what the pixels lack is not what the class token gets."""
     model = evolve(timm.create_model("vit_tiny_patch16_224", **TINY), "talking_heads")
     for block in model.blocks:
         for parameter in block.attn.evolution.parameters():
             torch.nn.init.normal_(parameter)
-    page = open_page(
-        "#query=cls&layer=2", url=write_page(show_page(model, picture(0)).text, tmp_path)
-    )
+    page = show(model, "#query=cls&layer=2")
     numbers = page.locator("#numbers").text_content()
     assert "entropy of its attention" in numbers
     assert "of it to cls" not in numbers
 
 
-def test_masked_logits_are_left_blank(open_page, tmp_path):
+def test_masked_logits_are_left_blank(show):
     """A causal mask; the strip leaves them blank, too."""
     model = timm.create_model("vit_tiny_patch16_224", **TINY)
     model = evolve(model, None, value_residual=True)
@@ -675,9 +680,7 @@ def test_masked_logits_are_left_blank(open_page, tmp_path):
 
     for block in model.blocks:
         block.attn.register_forward_pre_hook(add_mask, with_kwargs=True)
-    url = write_page(show_page(model, picture(0)).text, tmp_path)
-    fragment = "#query=9,17&layer=2&head=0&opacity=1&part=logits&scale=tile&style=cells"
-    page = open_page(fragment, url=url)
+    page = show(model, "#query=9,17&layer=2&head=0&opacity=1&part=logits&scale=tile&style=cells")
     shown = tile(page, 0, 2, 0)
     values = np.array(shown["values"])
     assert shown["cell"] == 6
