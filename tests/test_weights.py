@@ -25,6 +25,7 @@ from ea_vision.zoo.create import create_classifier
 from ea_vision.zoo.loaded import load_model
 from experiments.benchmark import live_network
 from tests.models.test_convert import NARROW
+from tests.models.zoo import from_file
 from tests.process import ROOT
 from tests.refused import refused
 from tests.run_folders import write_run
@@ -168,19 +169,14 @@ def test_weights_in_place_of_the_shipped_ones_need_not_their_keywords(tmp_path, 
     assert model.state_dict().keys() < shipped.state_dict().keys()
     path = tmp_path / "own.safetensors"
     safetensors.torch.save_file(model.state_dict(), path)
-    overlay = {"file": str(path)}
-    assert_same(
-        timm.create_model(NAME, pretrained=True, pretrained_cfg_overlay=overlay).eval(), model
-    )
+    assert_same(from_file(NAME, path).eval(), model)
 
 
 def test_a_shipped_file_refuses_another_network():
     """PA's weights have the names and shapes of EA's."""
-    overlay = {"file": timm.get_pretrained_cfg(NAME).file}
+    path = timm.get_pretrained_cfg(NAME).file
     with refused("were trained with evolution=ea, got evolution=pa"):
-        timm.create_model(
-            "pa_conv_transformer_cifar", pretrained=True, pretrained_cfg_overlay=overlay
-        )
+        from_file("pa_conv_transformer_cifar", path)
 
 
 def run_of(folder, name, kwargs):
@@ -216,14 +212,13 @@ def test_a_file_refuses_weights_of_another_network(
 ):
     """timm passes only the tensors to the network, and their names and shapes are the same."""
     path = run_of(tmp_path / "run", trained, kwargs)
-    overlay = {"file": str(path)}
     with refused(f"trained with .*{message}"):
         timm.create_model(name, checkpoint_path=path, **options)
     with refused("trained with"):
         timm.models.load_checkpoint(timm.create_model(name, **options), str(path))
     if not kwargs:  # else the network is built with them
         with refused(f"trained with .*{message}"):
-            timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay, **options)
+            from_file(name, path, **options)
         with refused("trained with"):  # --pretrained-path
             create_classifier(name, options, num_classes=10, img_size=32, weights=str(path))
     timm.create_model(trained, checkpoint_path=path, **kwargs)

@@ -7,6 +7,8 @@ import tarfile
 import numpy as np
 from PIL import Image
 
+from ea_vision.data.image_files import ImageFiles
+
 
 def picture(seed, size=(120, 90)):
     """Return a smooth image of (width, height) with blobs of colour."""
@@ -30,6 +32,19 @@ def pack(folder, tar, *options):
         with tarfile.open(tar, "w", format=tarfile.USTAR_FORMAT) as archive:
             archive.add(folder, ".")
     return tar
+
+
+def same(folder, tar):
+    """Assert that the folder and its tar have the same images."""
+    files = ImageFiles(folder)
+    packed = ImageFiles(tar)
+    assert packed.names == files.names
+    assert packed.classes == files.classes
+    for index in range(len(files)):
+        image, target = files.read(index)
+        other, label = packed.read(index)
+        assert np.array_equal(image, other)
+        assert target == label
 
 
 def make_classes(root, counts, classes, suffix, noise):

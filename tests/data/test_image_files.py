@@ -17,7 +17,7 @@ from ea_vision.data.decoding import BrokenImage, decode_image, to_rgb
 from ea_vision.data.image_files import ImageFiles
 from ea_vision.data.image_names import IMAGE_SUFFIXES
 from ea_vision.data.splits import find_split
-from tests.data.photos import make_photos, pack, picture
+from tests.data.photos import make_photos, pack, picture, same
 from tests.refused import refused
 
 
@@ -149,7 +149,7 @@ def test_layouts(photos, tmp_path, layout):
     source = ImageFiles(photos / "train")
     if layout is not linked_class:
         tar = pack(photos / "train", tmp_path / "train.tar")
-        assert ImageFiles(tar).names == source.names
+        same(photos / "train", tar)
     assert source.classes == ["class_0", "class_1", "class_2"]
     assert len(source) == 12
     theirs = create_dataset("", root=str(tar)) if layout is Path.exists else ()  # timm has the same
@@ -159,9 +159,9 @@ def test_layouts(photos, tmp_path, layout):
         assert target == int(Path(name).stem) % 3
         if theirs:
             names = [theirs.filename(n, basename=False) for n in range(12)]
-            same = names.index(f"./{name}")
-            assert np.array_equal(theirs[same][0], image)
-            assert theirs[same][1] == target
+            theirs_image, theirs_target = theirs[names.index(f"./{name}")]
+            assert np.array_equal(theirs_image, image)
+            assert theirs_target == target
 
 
 def test_a_tar_of_tars_and_a_folder_of_tars_have_a_class_in_each(photos, tmp_path):
@@ -174,12 +174,8 @@ def test_a_tar_of_tars_and_a_folder_of_tars_have_a_class_in_each(photos, tmp_pat
                 for path in sorted((photos / "train" / f"class_{number}").iterdir()):
                     tar.add(path, path.name)
             outer.add(inner, inner.name)
-    folder, *packed = map(ImageFiles, (photos / "train", tmp_path / "train.tar", tmp_path / "tars"))
-    for source in packed:
-        assert source.classes == folder.classes
-        assert source.names == folder.names
-        for index in range(12):
-            assert all(map(np.array_equal, source.read(index), folder.read(index)))
+    for packed in ("train.tar", "tars"):
+        same(photos / "train", tmp_path / packed)
 
 
 def test_splits_are_found_or_named(photos, tmp_path):

@@ -4,12 +4,11 @@ import os
 import subprocess
 import tarfile
 
-import numpy as np
 import pytest
 from PIL import Image
 
 from ea_vision.data.image_files import ImageFiles
-from tests.data.photos import make_photos, pack
+from tests.data.photos import make_photos, pack, same
 from tests.refused import refused
 
 GREY = Image.new("RGB", (8, 8), "grey")
@@ -19,19 +18,6 @@ GREY = Image.new("RGB", (8, 8), "grey")
 def photos(tmp_path):
     """Six images in 3 classes."""
     return make_photos(tmp_path / "photos", train=6, val=0) / "train"
-
-
-def same(folder, tar):
-    """Assert that the folder and its tar have the same images."""
-    files = ImageFiles(folder)
-    packed = ImageFiles(tar)
-    assert packed.names == files.names
-    assert packed.classes == files.classes
-    for index in range(len(files)):
-        image, target = files.read(index)
-        other, label = packed.read(index)
-        assert np.array_equal(image, other)
-        assert target == label
 
 
 def test_the_later_of_two_entries_counts(photos, tmp_path):

@@ -9,6 +9,7 @@ from torchvision.models.detection.image_list import ImageList
 from ea_vision.detection.model import Anchors, create_detector
 from experiments.counting import count_as_papers
 from tests.detection.tiny import small_detector
+from tests.models.zoo import layers_of
 
 # its features have their channels last
 SWIN = {"window_size": 4, "embed_dim": 12, "depths": [1, 1, 1, 1], "num_heads": [1, 1, 2, 2]}
@@ -83,12 +84,21 @@ def test_every_weight_learns_though_one_image_has_no_box(backbone, kwargs):
     assert losses["classification"] > 0, "images without boxes alone train, too"
 
 
-@pytest.mark.parametrize("backbone", ["aa_mnasnet_075", "ese_vovnet19b_slim_dw"])
+@pytest.mark.parametrize(
+    "backbone, options",
+    [
+        ("aa_mnasnet_075", {}),
+        ("ese_vovnet19b_slim_dw", {}),
+        ("ea_aa_resnet50", {"fusion": "add", "layers": (1, 1, 1, 1)}),
+    ],
+)
 @torch.no_grad()
-def test_backbones_of_other_kinds(backbone):
-    """Backbones with another feature class, and timm's own message for keywords that a network lacks."""
-    detector = create_detector(backbone, num_classes=3, img_size=64, fpn_channels=8, head_convs=1)
-    [found] = detector.eval()(torch.rand(1, 3, 64, 64))
+def test_backbones_of_other_kinds(backbone, options):
+    """Backbones with another feature class, or whose attention is added."""
+    detector = small_detector(backbone, **options).eval()
+    for layer in layers_of(detector):
+        assert layer.fusion == options.get("fusion", "concat")
+    [found] = detector([torch.rand(3, 50, 64)])
     assert set(found) == {"boxes", "scores", "labels"}
 
 

@@ -6,10 +6,10 @@ import pytest
 import timm
 import torch
 
+from ea_vision.base.errors import exit_code
 from ea_vision.models.modes import lay_out
 from experiments.benchmark import baseline_of, interleaved, live_network, main
 from tests.detection.tiny import tiny_run
-from tests.engine.runner import error_of
 from tests.models.zoo import count
 
 TINY = "--device cpu --batch-size 2 --img-size 32 --repeats 1 --threads 1"
@@ -126,7 +126,9 @@ def test_bad_input(more, message, capsys, tmp_path):
     run = tmp_path / "detector"
     tiny_run(run)
     command = f"{TINY} {more.format(run=run)}"
-    assert message in error_of(main, command.split(), capsys)
+    assert exit_code(lambda: main(command.split())) == 2
+    errors = capsys.readouterr().err
+    assert message in errors.splitlines()[-1]
 
 
 def test_a_row_per_implementation_and_mode(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from ea_vision.layers import AugmentedConv2d
 from ea_vision.layers.fit_weights import checkpoint_filter_fn
 from ea_vision.models import get_network, list_networks
 from ea_vision.zoo.create import create_classifier
-from tests.models.zoo import OUTLINES, on_meta
+from tests.models.zoo import OUTLINES, from_file, on_meta
 from tests.refused import refused
 
 
@@ -28,11 +28,10 @@ def test_a_timm_network_fills_what_fits(name, plain, options, tmp_path, log):
     theirs = timm.create_model(plain, **options).state_dict()
     path = tmp_path / "resnet.safetensors"
     safetensors.torch.save_file(theirs, path)
-    overlay = {"file": str(path)}
     torch.manual_seed(3)
     expected = timm.create_model(name, **options).state_dict()
     torch.manual_seed(3)
-    model = timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay, **options)
+    model = from_file(name, path, **options)
     same = expected.keys() & theirs.keys()
     expected |= {key: theirs[key] for key in same}
     layers = {path: m for path, m in model.named_modules() if isinstance(m, AugmentedConv2d)}
@@ -50,8 +49,7 @@ def test_notes_on_weights_that_are_not_loaded_are_not_logged(tmp_path, log):
     path = tmp_path / "own.safetensors"
     state = timm.create_model(name, num_classes=6).state_dict()
     safetensors.torch.save_file(state, path)
-    overlay = {"file": str(path)}
-    timm.create_model(name, pretrained=True, num_classes=6, pretrained_cfg_overlay=overlay)
+    from_file(name, path, num_classes=6)
     assert "scenes" not in log.text
     timm.create_model(name, pretrained=True)
     assert "weights of ea_aa_resnet34_050: six kinds of scenes" in log.text

@@ -7,7 +7,6 @@ import torch
 from torch.testing import assert_close
 
 import ea_vision
-from ea_vision.detection.model import create_detector
 from tests.models.zoo import (
     assert_checkpointing_changes_nothing,
     assert_fx_agrees,
@@ -108,14 +107,6 @@ def test_deployed_is_the_same(name):
     model = with_statistics(added(name), 0.5)
     x = sample(name)
     assert_close(ea_vision.deploy(model)(x), model(x), atol=1e-4, rtol=1e-4)
-
-
-def test_a_detector_stands_on_it():
-    detector = create_detector("ea_aa_resnet50", 2, 64, fusion="add", layers=(1, 1, 1, 1)).eval()
-    assert all(layer.fusion == "add" for layer in layers_of(detector))
-    with torch.no_grad():
-        detections = detector([torch.rand(3, 50, 64)])
-    assert detections[0].keys() == {"boxes", "scores", "labels"}
 
 
 @pytest.mark.parametrize("mine, theirs", [("add", "concat"), ("concat", "add")])

@@ -166,6 +166,12 @@ def groups_of(model, **options):
     return group_of
 
 
+def from_file(name, path, **options):
+    """A network with the weights of a file in place of its own."""
+    overlay = {"file": str(path)}
+    return timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay, **options)
+
+
 def layers_of(model):
     return [m for m in model.modules() if isinstance(m, AugmentedConv2d)]
 
