@@ -56,51 +56,49 @@ class DetectionConfig(
     model: str = option(
         "aa_resnet50",
         "registered timm model, ours or timm's, with features at strides 8, 16 and 32",
-        "model",
     )
     model_kwargs: dict = option(
         {},
         "further keywords of the detector (fpn_channels, head_convs, min_head_qk, "
         "score_thresh, ...) and of its backbone, as key=value ...",
-        "model",
     )
-    pretrained: bool = option(False, "begin with timm's weights of the backbone", "model")
+    pretrained: bool = option(False, "begin with timm's weights of the backbone")
     pretrained_path: str = setting(
         "",
         "begin with the weights of a file or run folder of classification instead, "
         "for the backbone",
-        "model",
     )
-    output: str = setting("", "the run's own folder; empty: runs/detection-MODEL", "run")
-    data_dir: str = setting(
-        "", "folder with train/, val/, train.json and val.json, or COCO's own", "data"
-    )
+    output: str = setting("", "the run's own folder; empty: runs/detection-MODEL")
+    data_dir: str = setting("", "folder with train/, val/, train.json and val.json, or COCO's own")
+
     img_size: int = option(
         640,
         "side in pixels, a multiple of 32, of the square that images are scaled into",
         "data",
         minimum=32,
     )
+
     anchors: int = option(
         6, "anchor boxes per location of the pyramid, 6 or 9", "model", minimum=6, maximum=9
     )
+    head_norm: str = option(
+        "none", "norms in pyramid and heads, one for each level", choices=("none", "batch")
+    )
+
     gamma: float = option(1.5, "of the focal loss", "loss")
     box_loss: str = option(
         "l1",
         "loss of boxes; huber: of the AA paper's code, weighted 50",
-        "loss",
         choices=("l1", "smooth_l1", "huber"),
     )
-    head_norm: str = option(
-        "none", "norms in pyramid and heads, one for each level", "model", choices=("none", "batch")
-    )
+
     scale_min: float = option(
         0.8,
         "training: smallest longer side of an image, in units of img_size",
         "augmentation",
         above=0.0,
     )
-    scale_max: float = option(1.2, "training: its largest longer side", "augmentation", above=0.0)
+    scale_max: float = option(1.2, "training: its largest longer side", above=0.0)
 
     def __post_init__(self):
         super().__post_init__()

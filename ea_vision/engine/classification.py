@@ -34,20 +34,19 @@ class ClassificationConfig(TrainConfig):
         1.0,
         "timm's layer-wise decay: a layer's learning rate divided by that of the layer above it "
         "(0.65 to 0.9 in fine-tuning); 1: all have the same",
-        "optimiser",
         above=0.0,
         maximum=1.0,
     )
+
     smoothing: float = option(
         0.1, "label smoothing: part of the target spread over all classes", "loss", maximum=1.0
     )
     bce_loss: bool = option(
-        False, "binary cross-entropy for each class, instead of softmax cross-entropy", "loss"
+        False, "binary cross-entropy for each class, instead of softmax cross-entropy"
     )
     bce_target_thresh: float = option(
         0.0,
         "bce_loss: targets above this become 1, the others 0; 0: as they are",
-        "loss",
         maximum=1.0,
         goes_with="bce_loss",
     )
@@ -55,29 +54,27 @@ class ClassificationConfig(TrainConfig):
         "",
         "distil from a network (see --evaluate; with fusion=add the plain one, say): half of the loss is "
         "the Kullback-Leibler divergence from its probabilities of the same images; empty: none",
-        "loss",
     )
+
     mixup: float = option(0.0, "alpha of mixup; 0: off", "augmentation")
-    cutmix: float = option(0.0, "alpha of cutmix; 0: off", "augmentation")
+    cutmix: float = option(0.0, "alpha of cutmix; 0: off")
     reprob: float = option(
-        0.0,
-        "random erasing: probability that an image has a rectangle replaced",
-        "augmentation",
-        maximum=1.0,
+        0.0, "random erasing: probability that an image has a rectangle replaced", maximum=1.0
     )
     remode: str = option(
         "pixel",
         "random erasing: fill; pixel: noise, rand: one random colour, const: the mean",
-        "augmentation",
         choices=("pixel", "rand", "const"),
         goes_with="reprob",
     )
+
     draw_maps: int = setting(
         0,
         "epochs between pictures of the attention maps of four images to evaluate on, in RUN/maps, "
         "TensorBoard and Weights & Biases; 0: none",
         "checkpoints and logs",
     )
+
     tta: str = setting(
         "none",
         "evaluation: average the logits of these views of an image; six: mirrored and shifted by a "

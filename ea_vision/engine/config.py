@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import typing
+from collections import ChainMap
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
@@ -58,7 +59,7 @@ TRAINERS = {
 def option(
     default: Any,
     help: str,
-    group: str,
+    group: str = "",
     *,
     choices: tuple[str, ...] = (),
     minimum: float = 0,
@@ -74,7 +75,8 @@ def option(
     Args:
         default: its value if neither recipe nor command line sets it.
         help: for --help; states the unit.
-        group: title of the options among which --help lists it.
+        group: title of the options among which --help-all lists it; default: that of the option which it replaces, or
+            which stands before it.
         choices, minimum, maximum, above: the values it allows; `above` is an exclusive minimum.
         not_with: an option that excludes this one: while that has a value, this one must keep its default.
         goes_with: an option that this one needs: while that has no value, this one must keep its default.
@@ -94,77 +96,80 @@ class TrainConfig:
     """The options of all trainers; a trainer's subclass adds those of its data and its task.
 
     Keywords of a subclass are other defaults of inherited options: class Mine(TrainConfig, lr=0.01).
+
+    Raises:
+        TypeError: a keyword is not an inherited option.
     """
 
     def __init_subclass__(cls, **defaults):
+        inherited = ChainMap(*(getattr(base, "__dataclass_fields__", {}) for base in cls.__bases__))
         for name, default in defaults.items():
-            inherited = cls.__dataclass_fields__[name]
-            cls.__annotations__[name] = inherited.type
-            rules = vars(inherited.metadata["rules"])
+            if name not in inherited:
+                near = near_matches(name, inherited, "options")
+                raise TypeError(f"{cls.__name__} inherits no option {name!r}; {near}")
+            cls.__annotations__[name] = inherited[name].type
+            rules = vars(inherited[name].metadata["rules"])
             setattr(cls, name, option(**{**rules, "default": default}))
+        for name in inherited.keys() & vars(cls).keys():
+            vars(cls)[name].metadata["rules"].group = inherited[name].metadata["rules"].group
 
     model: str = option(
         "ea_conv_transformer_cifar", "registered timm model, ours or timm's", "model"
     )
-    model_kwargs: dict = option({}, "further keywords of the model, as key=value ...", "model")
+    model_kwargs: dict = option({}, "further keywords of the model, as key=value ...")
     pretrained: bool = option(
         False,
         "begin with timm's weights of the model; the classifier is a new one if the data has "
         "another number of classes",
-        "model",
     )
     pretrained_path: str = setting(
         "",
         "begin with the weights of a file or run folder instead; a transformer with evolving "
         "maps also takes those of the plain one",
-        "model",
     )
     mean: list[float] = option(
         [],
         "mean of images in 0..1, by channel; empty: that of the run in pretrained_path, "
         "else the model's",
-        "model",
         goes_with="std",
     )
-    std: list[float] = option([], "their standard deviation, likewise", "model", goes_with="mean")
+    std: list[float] = option([], "their standard deviation, likewise", goes_with="mean")
     freeze: str = option(
         "",
         "names of modules and parameters that are not trained, such as patch_embed,blocks.0,blocks.1",
-        "model",
     )
+
     recipe: str = setting("fast", "name in ea_vision/recipes, a YAML file, or none", "run")
-    data_dir: str = setting("", "folder of the data set; empty: the cache folder's", "data")
-    output: str = setting("", "the run's own folder; empty: runs/DATASET-MODEL", "run")
+    output: str = setting("", "the run's own folder; empty: runs/DATASET-MODEL")
     resume: str = setting(
         "auto",
         "auto: continue from the newest valid checkpoint of --output, or begin; "
         "none: begin; PATH: continue from this checkpoint or run folder",
-        "run",
     )
     seed: int = option(
-        0, "seed of weights, order, augmentation and held-out images", "run", maximum=2**31 - 1
+        0, "seed of weights, order, augmentation and held-out images", maximum=2**31 - 1
     )
+    device: str = setting("auto", f"{devices.HELP}; auto: torch's accelerator if there is one")
+    dist_timeout: float = setting(
+        10.0, "minutes that processes wait for one that does not answer", above=0.0
+    )
+
+    data_dir: str = setting("", "folder of the data set; empty: the cache folder's", "data")
     workers: int = setting(
-        2, "threads that decode images; 0: in this process", "data", maximum=MOST_WORKERS
-    )
-    device: str = setting(
-        "auto", f"{devices.HELP}; auto: torch's accelerator if there is one", "run"
+        2, "threads that decode images; 0: in this process", maximum=MOST_WORKERS
     )
 
     epochs: float = setting(
         10, "passes over the training images, such as 4.3", "length and batch", above=0
     )
     # On resume only the images of an update must stay the same, which `differences` compares.
-    batch_size: int = setting(128, "images per process and step", "length and batch", minimum=1)
-    grad_accum_steps: int = setting(
-        1, "batches added up for one update of the weights", "length and batch", minimum=1
-    )
+    batch_size: int = setting(128, "images per process and step", minimum=1)
+    grad_accum_steps: int = setting(1, "batches added up for one update of the weights", minimum=1)
     total_batch: int = setting(
         0,
         "images of an update over all processes, split into batches of at most batch_size "
         "whose gradients are added up; 0, or if the command line sets only batch_size or "
         "grad_accum_steps: batch_size x grad_accum_steps x processes",
-        "length and batch",
     )
 
     opt: str = option(
@@ -177,31 +182,24 @@ class TrainConfig:
         {},
         "further keywords of the optimiser, as key=value ..., such as muon's "
         "fallback_lr_scale=0.5 (learning rate of its AdamW as a multiple of lr)",
-        "optimiser",
     )
-    momentum: float = option(0.9, "momentum of the optimiser", "optimiser", maximum=1.0)
-    weight_decay: float = option(
-        5e-4, "weight decay (not of norms, biases and position tables)", "optimiser"
-    )
-    clip_grad: float = option(0.0, "largest norm of the gradient; 0: no limit", "optimiser")
+    momentum: float = option(0.9, "momentum of the optimiser", maximum=1.0)
+    weight_decay: float = option(5e-4, "weight decay (not of norms, biases and position tables)")
+    clip_grad: float = option(0.0, "largest norm of the gradient; 0: no limit")
     attention_lr: float = option(
         1.0,
         "learning-rate multiplier of the attention parameters (q, k, v, position tables, "
         "map convolutions, token_conv, value_residual)",
-        "optimiser",
     )
     gate_lr: float = option(
-        1.0, "learning-rate multiplier of learnable gates (a model's alpha and beta)", "optimiser"
+        1.0, "learning-rate multiplier of learnable gates (a model's alpha and beta)"
     )
     model_ema_decay: float = option(
         0.0,
         "decay, per update, of the averaged weights that are evaluated and exported; 0: off",
-        "optimiser",
         maximum=1.0,
     )
-    model_ema_warmup: bool = option(
-        True, "let the decay of the average grow from 0 at the start", "optimiser"
-    )
+    model_ema_warmup: bool = option(True, "let the decay of the average grow from 0 at the start")
 
     lr: float = option(
         0.2,
@@ -209,48 +207,38 @@ class TrainConfig:
         "learning rate",
     )
     lr_base_size: int = option(
-        0,
-        "if not 0, lr is for updates of this many images and is scaled to the actual ones",
-        "learning rate",
+        0, "if not 0, lr is for updates of this many images and is scaled to the actual ones"
     )
     sched: str = option(
         "linear",
         "learning rate over time; linear: line up, line down; cosine: warm-up, then cosine "
         "cycles; multistep: warm-up, then factors at decay_milestones; step: warm-up, then a "
         "factor every decay_epochs",
-        "learning rate",
         choices=("linear", "cosine", "multistep", "step", "constant"),
     )
     warmup_epochs: float | str = option(
-        "20%", "epochs of linear warm-up from 0; 20%: a fifth of all", "learning rate"
+        "20%", "epochs of linear warm-up from 0; 20%: a fifth of all"
     )
     lr_base_scale: str = option(
         "auto",
         "with lr_base_size: how lr grows with the images of an update; auto, as in timm: sqrt for "
         "LAMB and the optimisers with ada in their name, linear for others",
-        "learning rate",
         choices=("auto", "linear", "sqrt"),
     )
-    min_lr: float = option(0.0, "lowest learning rate", "learning rate")
-    cycle_epochs: float = option(
-        0.0, "cosine: epochs of the first cycle; 0: one cycle for all", "learning rate"
-    )
+    min_lr: float = option(0.0, "lowest learning rate")
+    cycle_epochs: float = option(0.0, "cosine: epochs of the first cycle; 0: one cycle for all")
     lr_cycle_mul: float = option(
-        1.0,
-        "cosine: each cycle is this many times longer than the one before",
-        "learning rate",
-        minimum=1.0,
+        1.0, "cosine: each cycle is this many times longer than the one before", minimum=1.0
     )
     decay_milestones: list[float] = option(
-        [], "multistep: epochs at which the rate is multiplied by decay_rate", "learning rate"
+        [], "multistep: epochs at which the rate is multiplied by decay_rate"
     )
     decay_epochs: float = option(
         30.0,
         "step: epochs, or a fraction of one, after which the rate is multiplied by decay_rate",
-        "learning rate",
         above=0.0,
     )
-    decay_rate: float = option(0.1, "step, multistep: the factor", "learning rate", maximum=1.0)
+    decay_rate: float = option(0.1, "step, multistep: the factor", maximum=1.0)
 
     amp: str = option(
         "none",
@@ -259,67 +247,48 @@ class TrainConfig:
         choices=("none", "bfloat16", "float16"),
         bare="bfloat16",
     )
-    compile: bool = setting(False, "compile the model with torch.compile", "precision and speed")
+    compile: bool = setting(False, "compile the model with torch.compile")
     compile_mode: str = setting(
         "default",
         "mode of torch.compile; reduce-overhead: CUDA graphs, for networks whose kernels are "
         "short, such as those of CIFAR",
-        "precision and speed",
         choices=COMPILE_MODES,
         goes_with="compile",
     )
-    channels_last: bool = setting(
-        False, "keep images and weights channels-last in memory", "precision and speed"
-    )
-    sync_bn: bool = option(
-        False, "batch statistics over all processes (CUDA only)", "precision and speed"
-    )
+    channels_last: bool = setting(False, "keep images and weights channels-last in memory")
+    sync_bn: bool = option(False, "batch statistics over all processes (CUDA only)")
     dist_bn: str = option(
         "broadcast",
         "statistics of BatchNorm in evaluation; broadcast: the first process's; reduce: the mean "
         "of all",
-        "precision and speed",
         choices=("broadcast", "reduce"),
     )
     grad_checkpointing: bool = setting(
         False,
         "compute activations again in the backward pass: less memory, about a "
         "third more time; not all models support it",
-        "precision and speed",
-    )
-    dist_timeout: float = setting(
-        10.0, "minutes that processes wait for one that does not answer", "run", above=0.0
     )
 
     eval_batch_size: int = option(
         500, "images per process and evaluation step", "evaluation", minimum=1
     )
     eval_epochs: int = setting(
-        1, "epochs between evaluations; the last epoch is always evaluated", "evaluation", minimum=1
+        1, "epochs between evaluations; the last epoch is always evaluated", minimum=1
     )
     test: bool = setting(
         True,
         "test a finished run on the test images; --no-test: do not, which needs images held out",
-        "evaluation",
     )
 
     checkpoint_steps: int = setting(
         0, "updates between checkpoints inside an epoch; 0: at its end only", "checkpoints and logs"
     )
     snapshot_epochs: int = setting(
-        0,
-        "epochs between snapshots of the weights, kept in RUN/snapshots; 0: none",
-        "checkpoints and logs",
+        0, "epochs between snapshots of the weights, kept in RUN/snapshots; 0: none"
     )
-    log_steps: int = setting(
-        50,
-        "updates between rows of speed.csv and lines of the log; 0: none",
-        "checkpoints and logs",
-    )
-    tensorboard: bool = setting(
-        False, "write TensorBoard events into the run folder", "checkpoints and logs"
-    )
-    wandb: str = setting("", "Weights & Biases project; empty: none", "checkpoints and logs")
+    log_steps: int = setting(50, "updates between rows of speed.csv and lines of the log; 0: none")
+    tensorboard: bool = setting(False, "write TensorBoard events into the run folder")
+    wandb: str = setting("", "Weights & Biases project; empty: none")
 
     # Not an option: names of the model keywords that only the recipe sets, which a model may lack.
     optional_kwargs = frozenset()
@@ -472,11 +441,12 @@ class StreamConfig(TrainConfig):
         -1,
         "processes (threads for FFCV) that decode images, per training process; 0: in this one; -1: one "
         "per CPU, up to 8, and where processes are spawned (macOS, Windows) one per 1,000 images",
-        "data",
         minimum=-1,
         maximum=MOST_WORKERS,
     )
+
     hflip: float = option(0.5, "probability of a left-right flip", "augmentation", maximum=1.0)
+
     max_bad_images: int = setting(10, "the run stops when more images cannot be read", "data")
 
 
@@ -781,6 +751,7 @@ def make_parser(
     hints = typing.get_type_hints(cls)
     shown_first = [name for name in USED_FIRST if name in cls.rules()][:10]
     groups = {title: parser.add_argument_group(title) for title in ("used first", *GROUPS)}
+    title = ""
     for name, rules in cls.rules().items():
         shown = getattr(defaults, name)
         if isinstance(shown, dict):
@@ -793,7 +764,8 @@ def make_parser(
         if rules.bare:
             words = {**words, "nargs": "?", "const": rules.bare}
         first = name in shown_first
-        group = groups["used first" if first else rules.group]
+        title = rules.group or title
+        group = groups["used first" if first else title]
         flag = "--" + name.replace("_", "-")
         group.add_argument(flag, help=help if first or every else argparse.SUPPRESS, **words)
     return parser

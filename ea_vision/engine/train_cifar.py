@@ -38,15 +38,15 @@ class CifarConfig(ClassificationConfig):
         "data",
         choices=("auto", *DATASETS),
     )
-    download: bool = setting(False, "fetch cifar10 or cifar100 if it is not in data_dir", "data")
-    img_size: int = option(
-        32, "side of the images in pixels; others are scaled and cut", "data", minimum=8
-    )
+    download: bool = setting(False, "fetch cifar10 or cifar100 if it is not in data_dir")
+    img_size: int = option(32, "side of the images in pixels; others are scaled and cut", minimum=8)
+
     holdout: int = option(
         0,
         "training images to hold out and evaluate on each epoch; 0: the test images are used",
         "evaluation",
     )
+
     flip: str = option(
         "auto",
         "mirror half of the training images; auto: on; alternate: at random in the first epoch, "
@@ -55,16 +55,15 @@ class CifarConfig(ClassificationConfig):
         choices=("auto", "on", "off", "alternate"),
     )
     crop_padding: int = option(
-        4, "pixels by which training images are padded before the random crop", "augmentation"
+        4, "pixels by which training images are padded before the random crop"
     )
     crop_padding_mode: str = option(
         "zeros",
         "what they are padded with; zeros: black; reflect: the image, mirrored at its border",
-        "augmentation",
         choices=tuple(PADDING_MODES),
     )
     cutout: int = option(
-        8, "side, in pixels, of the square cut out of each training image; 0: none", "augmentation"
+        8, "side, in pixels, of the square cut out of each training image; 0: none"
     )
 
     def __post_init__(self):

@@ -49,44 +49,42 @@ EXAMPLES = """\
 class ImageNetConfig(StreamConfig, ClassificationConfig, model="ea_aa_resnet50", recipe="imagenet"):
     """The options of this trainer."""
 
-    output: str = setting("", "the run's own folder; empty: runs/imagenet-MODEL", "run")
-    data_dir: str = setting("", "folder with train and val, folders or tars of classes", "data")
+    output: str = setting("", "the run's own folder; empty: runs/imagenet-MODEL")
+    data_dir: str = setting("", "folder with train and val, folders or tars of classes")
+
     dataset: str = option(
         "", "another data set: hfds/NAME of Hugging Face's; empty: that of data_dir", "data"
     )
     input_key: str = setting(
-        "", "hfds/NAME: column of the images; empty: image", "data", goes_with="dataset"
+        "", "hfds/NAME: column of the images; empty: image", goes_with="dataset"
     )
     target_key: str = setting(
-        "", "hfds/NAME: column of the classes; empty: label", "data", goes_with="dataset"
+        "", "hfds/NAME: column of the classes; empty: label", goes_with="dataset"
     )
-    train_beton: str = setting(
-        "", "FFCV file of the training images; empty: data_dir is read", "data"
-    )
-    val_beton: str = setting(
-        "", "FFCV file of the images to evaluate on; empty: data_dir is read", "data"
-    )
+    train_beton: str = setting("", "FFCV file of the training images; empty: data_dir is read")
+    val_beton: str = setting("", "FFCV file of the images to evaluate on; empty: data_dir is read")
     train_split: str = setting(
         "",
         "folder or tar in data_dir (split of --dataset) with the training images; empty: "
         "train, ILSVRC2012_img_train or that of ILSVRC/Data/CLS-LOC",
-        "data",
         not_with="train_beton",
     )
     val_split: str = setting(
         "",
         "the same for the images to evaluate on; empty: val, validation, valid, "
         "ILSVRC2012_img_val, test",
-        "data",
         not_with="val_beton",
     )
-    num_classes: int = option(0, "classes the data must have; 0: those it has", "data")
+    num_classes: int = option(0, "classes the data must have; 0: those it has")
     img_size: int = option(
         224,
         "side of the training images in pixels, and of those to evaluate on if eval_img_size is 0",
-        "data",
         minimum=8,
     )
+    interpolation: str = option(
+        "bilinear", "how images are scaled (FFCV, training: area)", choices=("bilinear", "bicubic")
+    )
+
     first_img_size: int = option(
         0,
         "side of the training images at the start, from which it grows to img_size; 0: one size",
@@ -97,41 +95,29 @@ class ImageNetConfig(StreamConfig, ClassificationConfig, model="ea_aa_resnet50",
         [],
         "two epochs, counted from 0: first_img_size up to the first, img_size from the second on; "
         "between them multiples of 32 pixels",
-        "augmentation",
         goes_with="first_img_size",
-    )
-    eval_img_size: int = option(
-        0, "evaluation: side in pixels of the center crop; 0: img_size", "evaluation"
-    )
-    eval_resize: int = option(
-        256, "evaluation: the short side in pixels, before the center crop", "evaluation", minimum=8
     )
     aug_repeats: int = option(
         1,
         "repeated augmentation: an epoch has each of its images this many times, and so many "
         "times fewer different images",
-        "augmentation",
         minimum=1,
     )
     crop_scale: float = option(
-        0.08,
-        "least share of an image's area in a training crop",
-        "augmentation",
-        above=0.0,
-        maximum=1.0,
+        0.08, "least share of an image's area in a training crop", above=0.0, maximum=1.0
     )
     aa: str = option(
         "",
         "timm's policy, such as rand-m9-mstd0.5, or ta_wide, torchvision's TrivialAugment (not "
         "FFCV); empty: none",
-        "augmentation",
         not_with="train_beton",
     )
-    interpolation: str = option(
-        "bilinear",
-        "how images are scaled (FFCV, training: area)",
-        "data",
-        choices=("bilinear", "bicubic"),
+
+    eval_img_size: int = option(
+        0, "evaluation: side in pixels of the center crop; 0: img_size", "evaluation"
+    )
+    eval_resize: int = option(
+        256, "evaluation: the short side in pixels, before the center crop", minimum=8
     )
 
     def __post_init__(self):

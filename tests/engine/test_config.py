@@ -40,6 +40,11 @@ def test_command_line_over_recipe_over_defaults(recipe):
     assert config.optional_kwargs == {"drop_rate"}
 
 
+def test_keywords_of_a_subclass_are_defaults_of_inherited_options():
+    with pytest.raises(TypeError, match="no option 'batchsize'; did you mean batch_size"):
+        type("Mine", (CifarConfig,), {}, batchsize=8)
+
+
 def test_a_warmup_longer_than_the_run_is_refused():
     """Also that of the recipe, here 5 epochs; the error names the option that sets it."""
     for argv in ("--epochs 1", "--epochs 1 --warmup-epochs 5", "--epochs 4.9"):
