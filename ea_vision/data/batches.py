@@ -6,8 +6,8 @@ number of the first batch, and shuffles; in evaluation it takes no arguments.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,39 +56,45 @@ class GrowingSize:
         return min(max(side, self.first), self.last)
 
 
+@dataclass
 class Loader:
-    """Base of all loaders: which of a split's `count` images process `rank` of `world_size` gets, and when.
+    """Base of all loaders: which images of a split process `rank` of `world_size` gets, and when.
 
     Training: with R processes and batches of B images, batch b of rank r has places [(b R + r) B, (b R + r + 1) B) of
     the epoch's order. So two processes together see what one process with twice the batch size sees. Images after
     the last full batch of all processes are not used. Evaluation: every image once over all processes; rank r gets
     those of number r, r + R, ... All processes get the same number of batches; the last ones may be short or empty.
 
-    Args: mean and std of images in 0..1, per channel; batch_size: images per process; seed: of order and augmentation.
+    Attributes:
+        source: the split; `len()` gives the number of its images.
+        mean, std: (C,) on the device, of images in 0..1.
+        batch_size: images per process.
+        seed: of order and augmentation.
     """
 
-    training: bool
+    training: ClassVar[bool]
+    source: Any
+    _: KW_ONLY
+    mean: Sequence[float]
+    std: Sequence[float]
+    device: torch.device
+    batch_size: int
+    rank: int = 0
+    world_size: int = 1
+    seed: int = 0
 
-    def __init__(
-        self,
-        count: int,
-        *,
-        mean: Sequence[float],
-        std: Sequence[float],
-        device: torch.device,
-        batch_size: int,
-        rank: int = 0,
-        world_size: int = 1,
-        seed: int = 0,
-    ):
-        self.mean = torch.tensor(mean, dtype=torch.float32, device=device)
-        self.std = torch.tensor(std, dtype=torch.float32, device=device)
-        self.count = count
-        self.batch_size = batch_size
-        self.rank = rank
-        self.world_size = world_size
-        self.device = device
-        self.seed = seed
+    def __post_init__(self):
+        self.mean = torch.tensor(self.mean, dtype=torch.float32, device=self.device)
+        self.std = torch.tensor(self.std, dtype=torch.float32, device=self.device)
+
+    @property
+    def count(self) -> int:
+        """The number of the split's images."""
+        return len(self.source)
+
+    def unnormalize(self, images: Tensor) -> Tensor:
+        """Return the images in 0..1 of a batch's (B, C, H, W)."""
+        return images * self.std[:, None, None] + self.mean[:, None, None]
 
     def __len__(self) -> int:
         if self.training:

@@ -10,6 +10,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from ea_vision.base.processes import usable_cpus
 from ea_vision.data.augment import normalize
-from ea_vision.data.beton import Beton, require_ffcv
+from ea_vision.data.beton import require_ffcv
 from ea_vision.data.imagenet import AHEAD, MOST_BY_DEFAULT, ImageTrainLoader
 
 RATIO = np.array([3 / 4, 4 / 3])  # smallest and largest ratio of width to height of a training crop
@@ -74,18 +75,22 @@ def _reused(free: list[np.ndarray], shape: tuple[int, ...]) -> Tensor:
     return torch.from_numpy(view)
 
 
+@dataclass(kw_only=True)
 class BetonTrainLoader(ImageTrainLoader):
     """Shuffled, cropped and flipped batches, decoded by threads, at least one; a damaged image is replaced by another
     one of its batch.
 
-    Args:
-        scale: least and largest share of an image's area in its crop; hflip: probability of a left-right flip.
+    Attributes:
+        scale: least and largest share of an image's area in its crop.
+        hflip: probability of a left-right flip.
     """
 
-    def __init__(self, source: Beton, *, scale: Sequence[float], hflip: float, **common):
-        super().__init__(source, transform=None, **common)
-        self.scale = np.array(scale, float)
-        self.hflip = hflip
+    transform: None = None
+    scale: Sequence[float]
+    hflip: float
+
+    def __post_init__(self):
+        super().__post_init__()
         self.on_cpu = self.device.type == "cpu"
         self._free: dict[tuple[int, ...], list[np.ndarray]] = defaultdict(list)
 
@@ -114,7 +119,7 @@ class BetonTrainLoader(ImageTrainLoader):
             self.source.data,
             table,
             (seeds % 2**32).astype(np.uint32),
-            self.scale,
+            np.array(self.scale, float),
             RATIO,
             self.hflip,
             self._levels,

@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -76,17 +77,17 @@ def train_transform(
     return transforms.Compose(steps)
 
 
+@dataclass
 class Decoder(Dataset):
     """Turns rows of (seed, index) into a batch, in the worker processes, for which it can be pickled.
 
-    Args:
+    Attributes:
         transform: makes an image's uint8 pixels of `shape`.
     """
 
-    def __init__(self, source, transform: Callable, shape: tuple[int, ...]):
-        self.source = source
-        self.transform = transform
-        self.shape = shape
+    source: Any
+    transform: Callable
+    shape: tuple[int, ...]
 
     def read(self, index: int) -> tuple[Tensor, Any]:
         """Return the pixels of an image, and its target. Raises BrokenImage."""
@@ -123,55 +124,50 @@ def _begin_worker(_number: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
+@dataclass(kw_only=True)
 class DecodingLoader(Loader):
     """Base of all loaders that decode images as they are needed. For other images, or other ways to decode them, a
     subclass overrides `_decoder`, `_decoded`, `_pixels` or `_batch`.
 
-    Args: transform: takes a size in pixels, returns the function that makes an image's pixels (H, W, 3) of that size;
-    workers: number of processes that decode for this one, 0: none, -1: as many as CPUs and images call for; they start
-    with the first batch and end with `close`; bad_images: collects the unreadable ones; common: see `Loader`.
+    Attributes:
+        transform: takes a size in pixels, returns the function that makes an image's pixels (H, W, 3) of that size.
+        workers: number of processes that decode for this one, 0: none; an argument of -1 means as many as CPUs and
+            images call for. They start with the first batch and end with `close`.
+        bad_images: collects the unreadable ones.
     """
 
-    def __init__(
-        self,
-        source,
-        *,
-        transform: Callable[[int], Callable],
-        img_size: int | Size,
-        workers: int,
-        bad_images: BadImages,
-        **common,
-    ):
-        super().__init__(len(source), **common)
-        self.source = source
-        self.transform = transform
-        self.img_size = img_size
-        self.workers = self._default_workers() if workers < 0 else workers
-        self.bad_images = bad_images
-        self._loader: DataLoader | None = None  # torch's, for images of one size
-        self._loader_size = img_size
+    transform: Callable[[int], Callable] | None
+    img_size: int | Size
+    workers: int
+    bad_images: BadImages
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.workers < 0:
+            self.workers = self._default_workers()
+        # torch's, by the size of its images; there is at most one
+        self._loaders: dict[int | Size, DataLoader] = {}
         self._batches: list[np.ndarray] = []  # its sampler, which torch reads for each iteration
 
     def _default_workers(self) -> int:
         most = min(MOST_BY_DEFAULT, usable_cpus())
-        return most if start_method() == "fork" else min(most, len(self.source) // IMAGES_PER_SPAWN)
+        return most if start_method() == "fork" else min(most, self.count // IMAGES_PER_SPAWN)
 
     def _decoder(self, img_size: int | Size) -> Decoder:
         return Decoder(self.source, self.transform(img_size), (*to_2tuple(img_size), 3))
 
     def _decoded(self, batches: list[np.ndarray], img_size: int) -> Iterator[Decoded]:
         """Yield the decoder's result for each batch of rows (seed, index), in order."""
-        if self._loader is None or self._loader_size != img_size:
+        if img_size not in self._loaders:
             self.close()
             if self.workers and self.world_size > 1 and self.device.type == "cpu":
                 # After a collective gloo's threads enter the interpreter to drop its tensors. A worker that is forked
                 # at that moment waits for ever for the interpreter's list of threads.
                 time.sleep(GLOO_SECONDS)
-            self._loader = self._torch_loader(img_size)
-            self._loader_size = img_size
+            self._loaders[img_size] = self._torch_loader(img_size)
         self._batches[:] = batches
         with workers_watched() if self.workers else nullcontext():
-            yield from self._loader
+            yield from self._loaders[img_size]
 
     def _torch_loader(self, img_size: int) -> DataLoader:
         """Return torch's loader, which starts its workers once: each iteration has other batches."""
@@ -197,7 +193,7 @@ class DecodingLoader(Loader):
 
     def close(self) -> None:
         """End the worker processes."""
-        self._loader = None  # torch's iterator ends them when it is deleted
+        self._loaders.clear()  # torch's iterator ends them when it is deleted
 
     def _show(self, batches: list[np.ndarray], img_size: int) -> Iterator[Batch]:
         """Yield the batches of these rows of (seed, index), in order."""
@@ -243,30 +239,26 @@ class DecodingLoader(Loader):
         return normalize(images, self.mean, self.std)
 
 
+@dataclass(kw_only=True)
 class ImageTrainLoader(DecodingLoader):
     """Shuffled, augmented batches; an unreadable image is replaced by another one of its batch.
 
-    Args:
+    Attributes:
         size_of: side in pixels by epoch; None: img_size throughout.
         repeats: how often an epoch has each of its images (see `Loader.repeated`).
     """
 
     training = True
-
-    def __init__(
-        self, source, *, size_of: Callable[[int], int] | None = None, repeats: int = 1, **common
-    ):
-        super().__init__(source, **common)
-        self.size_of = size_of
-        self.repeats = repeats
+    size_of: Callable[[int], int] | None = None
+    repeats: int = 1
 
     def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
         """Yield the batches of an epoch from number `first` on."""
         generator = epoch_generator(self.seed, epoch)
-        order = torch.randperm(len(self.source), generator=generator)
+        order = torch.randperm(self.count, generator=generator)
         order, copies = self.repeated(order, self.repeats).numpy()
         rng = np.random.default_rng((self.seed, epoch))
-        seeds = rng.integers(2**63, size=(self.repeats, len(self.source)))
+        seeds = rng.integers(2**63, size=(self.repeats, self.count))
         keys = np.stack([seeds[copies, order], order], 1)
         batches = [keys[places] for places in self.train_places(first)]
         img_size = self.size_of(epoch) if self.size_of else self.img_size

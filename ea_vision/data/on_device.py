@@ -1,6 +1,7 @@
 """Loaders for images that fit in memory: decoded once, kept as uint8 on the device, augmented there in batches."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -9,31 +10,31 @@ from ea_vision.data.batches import Batch, Loader, epoch_generator, sent
 from ea_vision.data.small_images import Images
 
 
+@dataclass
 class _OnDevice(Loader):
-    def __init__(self, split: Images, *, device: torch.device, **common):
-        super().__init__(len(split), device=device, **common)
-        self.images = split.images.to(device)
-        self.targets = split.targets.to(device)
+    source: Images
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.images = self.source.images.to(self.device)
+        self.targets = self.source.targets.to(self.device)
 
 
+@dataclass(kw_only=True)
 class TrainLoader(_OnDevice):
     """Shuffled, augmented batches."""
 
     training = True
-
-    def __init__(self, split: Images, *, augmentation: Augmentation, **common):
-        super().__init__(split, **common)
-        self.augmentation = augmentation
+    augmentation: Augmentation
 
     def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
         """Yield the batches of an epoch from number `first` on."""
-        count = len(self.targets)
         generator = epoch_generator(self.seed, epoch)
-        order = torch.randperm(count, generator=generator)
-        draws = self.augmentation.draw(count, tuple(self.images.shape[-2:]), generator)
+        order = torch.randperm(self.count, generator=generator)
+        draws = self.augmentation.draw(self.count, tuple(self.images.shape[-2:]), generator)
         if self.augmentation.flip == "alternate":
             # depends on the image, not on its place in the epoch's order
-            flips = self.augmentation.alternating_flips(count, epoch, self.seed)
+            flips = self.augmentation.alternating_flips(self.count, epoch, self.seed)
             draws[:, 2] = flips[order]
         # sent once, so that no batch has to wait
         draws = draws.to(self.device)

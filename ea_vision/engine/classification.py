@@ -171,9 +171,8 @@ class ClassificationTrainer(Trainer):
     @torch.no_grad()
     def _taught(self, images: Tensor) -> Tensor:
         """Return the logarithms of the teacher's probabilities (B, classes), of the student's images (B, 3, H, W)."""
-        loader = self.train_loader
         mean, std = self.teacher_statistics[:, :, None, None]
-        shown = images * loader.std[:, None, None] + loader.mean[:, None, None]
+        shown = self.train_loader.unnormalize(images)
         return self.teacher((shown - mean) / std).float().log_softmax(1)
 
 

@@ -38,27 +38,19 @@ def trial_step(trainer: Trainer) -> float:
     refused = as_usage_error(f"model {config.model} cannot be trained on {batches}")
     fits = as_usage_error(too_large, torch.OutOfMemoryError)
     with devices.random_state_kept(device), refused, fits:
-        seconds = _timed_steps(trainer, count, steps=2 if on_cpu else 3)
+        model = copy.deepcopy(trainer.model).train()
+        images = torch.randn(count, 3, side, side, device=device)
+        if config.channels_last:
+            images = images.contiguous(memory_format=torch.channels_last)
+        # the last step is timed, since the first ones build kernels and choose algorithms
+        for _ in range(2 if on_cpu else 3):
+            start = time.perf_counter()
+            with autocast(config.amp, device):
+                loss = trainer.loss_on_noise(model, images)
+            loss.backward()
+            loss.item()
+        seconds = time.perf_counter() - start
     return seconds * config.batch_size / count
-
-
-def _timed_steps(trainer: Trainer, count: int, steps: int) -> float:
-    """Make `steps` steps on `count` images of noise; return the seconds of the last one, since the first ones build
-    kernels and choose algorithms."""
-    config = trainer.config
-    device = trainer.world.device
-    model = copy.deepcopy(trainer.model).train()
-    images = torch.randn(count, 3, config.img_size, config.img_size, device=device)
-    if config.channels_last:
-        images = images.contiguous(memory_format=torch.channels_last)
-    start = 0.0
-    for _ in range(steps):
-        start = time.perf_counter()
-        with autocast(config.amp, device):
-            loss = trainer.loss_on_noise(model, images)
-        loss.backward()
-        loss.item()
-    return time.perf_counter() - start
 
 
 def preflight(trainer: Trainer) -> None:

@@ -131,16 +131,16 @@ def choose_best_anew(trainer: Trainer, path: Path) -> None:
     measured = math.nan
     if progress.rows and not progress.step:
         measured = progress.rows[-1][trainer.measures[0]]
-    evaluated = not math.isnan(measured)
-    if progress.best_epoch not in (0, progress.epoch if evaluated else 0):
+    best = 0 if math.isnan(measured) else progress.epoch
+    if progress.best_epoch not in (0, best):
         log.warning(
             "the weights of the best epoch so far, %d, stay beside %s: the best epoch is chosen anew",
             progress.best_epoch,
             path,
         )
-    progress.best_epoch = progress.epoch if evaluated else 0
-    progress.best_top1 = measured if evaluated else -1.0
-    trainer.save(best=evaluated)
+    progress.best_epoch = best
+    progress.best_top1 = measured if best else -1.0
+    trainer.save(best=best > 0)
 
 
 def resume(trainer: Trainer, path: Path, state: dict) -> None:

@@ -214,20 +214,22 @@ def check_beginning(config: TrainConfig, folder: Path) -> None:
         raise UsageError(f"--resume {source}: no checkpoint in this folder")
 
 
-def unopened(config: TrainConfig) -> SimpleNamespace:
-    """Return what a data module's `create_model` needs, without weights, perhaps with other classes than the data's."""
+def without_data(module: type[DataModule], config: TrainConfig) -> nn.Module:
+    """Return the network without its weights, and perhaps with other classes than the data's, which are not read."""
     config = copy.copy(config)
     config.pretrained = False
     config.pretrained_path = ""
     count = getattr(config, "num_classes", 0) or config.model_kwargs.get("num_classes", 2)
-    return SimpleNamespace(config=config, classes=[""] * (count if isinstance(count, int) else 2))
+    classes = [""] * (count if isinstance(count, int) else 2)
+    model, _ = module.create_model(SimpleNamespace(config=config, classes=classes))
+    return model
 
 
 def check_keywords(module: type[DataModule], config: TrainConfig) -> None:
     """Raise UsageError for a keyword that the model lacks, before data is opened, which may take minutes."""
     try:
         with torch.device("meta"):
-            module.create_model(unopened(config))
+            without_data(module, config)
     except UsageError as error:
         # refused values are reported later, when the classes are known, and from the real device
         if "has no keyword" in str(error):
@@ -235,13 +237,12 @@ def check_keywords(module: type[DataModule], config: TrainConfig) -> None:
 
 
 def check_network(module: type[DataModule], config: TrainConfig) -> None:
-    """Raise UsageError for values that the network refuses, and for parts to freeze that it lacks. Its weights are not
-    read, and its classes may be others than those of the data."""
+    """Raise UsageError for values that the network refuses, and for parts to freeze that it lacks."""
     try:
         with torch.device("meta"):
-            model, _ = module.create_model(unopened(config))
+            model = without_data(module, config)
     except (RuntimeError, ValueError):  # some networks read values of tensors while they are built
-        model, _ = module.create_model(unopened(config))
+        model = without_data(module, config)
     freeze(model, config)
     if config.grad_checkpointing:
         enable_checkpointing(model, config.model)

@@ -6,7 +6,8 @@ import logging
 import math
 import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -116,7 +117,8 @@ class StepLog:
         """Add a row to speed.csv. Given the seconds that the run will still take, also log a line if there is no
         progress bar."""
         row = rounded(row)
-        self._try("speed.csv", self._append, row)
+        with self._optional("speed.csv"):
+            self._append(row)
         if seconds_left is not None and not sys.stderr.isatty():
             log.info(
                 "epoch %(epoch).2f  update %(step)d  its loss %(train_loss).4f  lr %(lr).3g  "
@@ -134,40 +136,43 @@ class StepLog:
             if name != "step" and not math.isnan(value):
                 values[f"{group}/{name}"] = value
         if self.writer:
-            self._try("TensorBoard", self._write_events, values, step)
+            with self._optional("TensorBoard"):
+                for name, value in values.items():
+                    self.writer.add_scalar(name, value, step)
+                self.writer.flush()
         if self.board:
-            self._try("Weights & Biases", self.board.log, values, step=step)
+            with self._optional("Weights & Biases"):
+                self.board.log(values, step=step)
 
     def send_picture(self, name: str, path: Path, step: int) -> None:
         """Send a picture to TensorBoard and Weights & Biases; step: the number of updates."""
         with Image.open(path) as image:
             pixels = np.asarray(image.convert("RGB"))
         if self.writer:
-            self._try("TensorBoard", self.writer.add_image, name, pixels, step, dataformats="HWC")
-            self.writer.flush()
+            with self._optional("TensorBoard"):
+                self.writer.add_image(name, pixels, step, dataformats="HWC")
+                self.writer.flush()
         if self.board:
             import wandb
 
-            self._try("Weights & Biases", self.board.log, {name: wandb.Image(pixels)}, step=step)
+            with self._optional("Weights & Biases"):
+                self.board.log({name: wandb.Image(pixels)}, step=step)
 
     def close(self) -> None:
         """End the run of Weights & Biases."""
         if self.board:
-            self._try("Weights & Biases", self.board.finish)
+            with self._optional("Weights & Biases"):
+                self.board.finish()
 
     def _append(self, row: dict) -> None:
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(",".join(str(row[name]) for name in COLUMNS) + "\n")
 
-    def _write_events(self, values: dict, step: int) -> None:
-        for name, value in values.items():
-            self.writer.add_scalar(name, value, step)
-        self.writer.flush()
-
-    def _try(self, where: str, write: Callable, *args, **kwargs) -> None:
-        """Call `write`. If it fails, warn once per `where`: training goes on when its log cannot be written."""
+    @contextmanager
+    def _optional(self, where: str) -> Iterator[None]:
+        """Warn, once per `where`, if the block fails: training goes on when its log cannot be written."""
         try:
-            write(*args, **kwargs)
+            yield
         except Exception as error:  # TensorBoard and Weights & Biases raise classes of their own
             if where not in self.warned:
                 log.warning("%s cannot be written, training goes on without: %s", where, error)

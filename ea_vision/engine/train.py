@@ -535,8 +535,7 @@ class Trainer:
         number = progress.epoch + 1
         trained = progress.seconds
         if self.world.size > 1:  # batch statistics are each process's own until here
-            reduce = self.config.dist_bn == "reduce"
-            distribute_bn(self.best_model, self.world.size, reduce=reduce)
+            distribute_bn(self.best_model, self.world.size, reduce=self.own_statistics)
         figures = self._evaluated(number)
         self.data.bad_images.collect(self.world, self.folder)
         row = {

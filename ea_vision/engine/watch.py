@@ -6,7 +6,10 @@ Recorder and figures are imported by name, when they are used: runs without them
 import importlib
 import logging
 import math
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -81,37 +84,36 @@ def check_has_maps(model: nn.Module, name: str) -> None:
         raise UsageError(f"--draw-maps needs a network with attention maps, {name} has none")
 
 
+@dataclass
 class MapsPictures:
     """Draws what IMAGES images to evaluate on, evenly spaced among them, attend to: the mean over heads and queries, by
     layer.
 
-    Args:
+    Attributes:
         loader: of the images to evaluate on.
         folder: the run folder.
         every: epochs between pictures.
     """
 
-    def __init__(self, loader, folder: Path, every: int):
-        self.loader = loader
-        self.every = every
-        self.folder = folder / FOLDER
-        self._pixels: list[Tensor] = []
+    loader: Any
+    folder: Path
+    every: int
 
     def draw(self, network: nn.Module, name: str, epoch: int) -> Path | None:
         """Write maps/epoch_NNNN.png; return its path, or None, with a warning, if the maps cannot be drawn. The random
         state does not change; the network is left in eval mode."""
-        path = self.folder / f"epoch_{epoch:04d}.png"
+        path = self.folder / FOLDER / f"epoch_{epoch:04d}.png"
         plots = importlib.import_module("ea_vision.visualize")
         try:
             with random_state_kept(self.loader.device):
                 figure = plots.plot_heatmap(
                     {f"{name}, epoch {epoch}": network.eval()},
-                    self.pixels(),
+                    self.pixels,
                     heads="mean",
                     mean=self.loader.mean.tolist(),
                     std=self.loader.std.tolist(),
                 )
-            create(self.folder)
+            create(path.parent)
             atomic_write(path, figure_bytes(figure))
         except (ValueError, RuntimeError) as error:  # such as maps without tokens over the image
             if isinstance(error, RunError) or worker_lost(error):  # the images cannot be read
@@ -120,13 +122,10 @@ class MapsPictures:
             return None
         return path
 
+    @cached_property
     def pixels(self) -> list[Tensor]:
-        """Return the images, (3, H, W) in 0..1, on the CPU. They are read once."""
-        if not self._pixels:
-            count = self.loader.count
-            places = [number * count // IMAGES for number in range(min(IMAGES, count))]
-            normalised = self.loader.images_of(places)
-            mean = self.loader.mean[:, None, None]
-            std = self.loader.std[:, None, None]
-            self._pixels = list(torch.clamp(normalised * std + mean, 0, 1).cpu())
-        return self._pixels
+        """The images, (3, H, W) in 0..1, on the CPU. They are read once."""
+        count = self.loader.count
+        places = [number * count // IMAGES for number in range(min(IMAGES, count))]
+        normalised = self.loader.images_of(places)
+        return list(self.loader.unnormalize(normalised).clamp(0, 1).cpu())
