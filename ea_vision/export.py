@@ -9,7 +9,6 @@ have opset 20. The command then runs file and network on the same images and pri
 """
 
 import importlib.util
-import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from ea_vision.base.errors import CommandParser, RunError, UsageError
 from ea_vision.base.files import check_output
-from ea_vision.deployment.deploy import LARGEST
+from ea_vision.deployment.deploy import LARGEST, difference_of
 from ea_vision.deployment.files import (
     EXPORTED,
     OPSET,
@@ -46,16 +45,12 @@ def compare(model: LoadedModel, images: Sequence[Tensor], output: Path) -> str:
     if output.suffix.lower() == ".onnx" and importlib.util.find_spec("onnxruntime") is None:
         return "not compared, since onnxruntime is not installed"
     network = ExportedNetwork(output)
-    agreeing = 0
-    largest = 0.0
-    for image in images:
-        x = image[None]
-        with torch.inference_mode():
-            expected = model.model(x)
-            got = network(x)
-        agreeing += int(torch.equal(expected.argmax(1), got.argmax(1)))
-        difference = (expected - got).abs().max() / expected.abs().max().clamp(min=1e-6)
-        largest = max(largest, float(difference.nan_to_num(math.inf)))
+    with torch.inference_mode():
+        expected = [model.model(image[None]) for image in images]
+        got = [network(image[None]) for image in images]
+    both = zip(expected, got, strict=True)
+    agreeing = sum(torch.equal(logits.argmax(1), other.argmax(1)) for logits, other in both)
+    largest = difference_of(expected, got)
     comparison = (
         f"same class on {agreeing} of {len(images)} image(s), largest difference {largest:.1e} "
         "of the largest logit"

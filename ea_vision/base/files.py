@@ -174,9 +174,12 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def csv_text(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] = ()) -> str:
-    """Return rows with the same keys as comma-separated values. `columns`: the header, required if there is no row."""
+    """Return rows as comma-separated values; one that a row lacks is nan.
+
+    columns: the header; default: the keys of the first row.
+    """
     text = io.StringIO()
-    writer = csv.DictWriter(text, columns or list(rows[0]), lineterminator="\n")
+    writer = csv.DictWriter(text, columns or list(rows[0]), restval="nan", lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()

@@ -153,9 +153,7 @@ def mean_in_order(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Te
 
 def _of_environment(name: str, default: int) -> int:
     """Return a whole number from the environment; raise UsageError for other text."""
-    text = os.environ.get(name, "")
-    if not text:
-        return default
+    text = os.environ.get(name) or str(default)
     if not text.isdecimal():
         raise UsageError(f"{name} must be a whole number, as torchrun sets it, got {text!r}")
     return int(text)

@@ -56,11 +56,10 @@ def labels_of(source: Path, names: list[str]) -> list[str]:
 
 def _solution(path: Path) -> dict[int, str]:
     """Read Kaggle's file."""
-    labels = {}
-    for row in csv.DictReader(path.read_text(encoding="utf-8").splitlines()):
-        number = row["ImageId"].rpartition("_")[2]
-        labels[int(number)] = row["PredictionString"].split()[0]
-    return labels
+    rows = csv.DictReader(path.read_text(encoding="utf-8").splitlines())
+    return {
+        int(row["ImageId"].rpartition("_")[2]): row["PredictionString"].split()[0] for row in rows
+    }
 
 
 def _devkit(path: Path) -> dict[int, str]:

@@ -91,8 +91,9 @@ def _tensors(outputs: Any) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-def _difference(expected: Sequence[Tensor], got: Sequence[Tensor]) -> float:
-    """Return the largest difference of two networks' outputs, relative to the largest number of each output."""
+def difference_of(expected: Sequence[Tensor], got: Sequence[Tensor]) -> float:
+    """Return the largest difference of two networks' outputs, relative to the largest number of each output. It is
+    infinity if their shapes differ, and NaN if one has NaN."""
     if [tensor.shape for tensor in expected] != [tensor.shape for tensor in got]:
         return math.inf
     parts = [torch.zeros((), dtype=torch.float64)]
@@ -102,7 +103,7 @@ def _difference(expected: Sequence[Tensor], got: Sequence[Tensor]) -> float:
             gap = (exact(other) - output).abs().max()
             largest = output.abs().max().clamp(min=1e-6)
             parts.append(gap / largest)
-    return float(torch.stack(parts).max())  # NaN if one of them is
+    return float(torch.stack(parts).max())
 
 
 def _check_same(
@@ -110,10 +111,10 @@ def _check_same(
 ) -> None:
     """Raise RunError if a copy's outputs differ from those expected by more than 1e-3 of the largest number."""
     for images, outputs in expected:
-        difference = _difference(outputs, _tensors(copied(images)))
+        difference = difference_of(outputs, _tensors(copied(images)))
         most = max(LARGEST, 16 * torch.finfo(images.dtype).eps)
         if not difference <= most:
-            again = _difference(outputs, _tensors(original(images)))
+            again = difference_of(outputs, _tensors(original(images)))
             height, width = images.shape[-2:]
             raise RunError(
                 f"{type(original).__name__} cannot be deployed: on noise of {height}x{width} pixels its copy's "

@@ -17,10 +17,7 @@ BLOCK = 16  # output channels that ONNX Runtime computes together, with AVX-512 
 
 def in_phases(weight: Tensor, phases: int) -> Tensor:
     """Expand a kernel (L, K, R, S) to (L*phases, K, R + phases - 1, S): with stride `phases` it gives as many rows."""
-    placed = []
-    for above in range(phases):
-        below = phases - 1 - above
-        placed.append(F.pad(weight, (0, 0, above, below)))
+    placed = [F.pad(weight, (0, 0, above, phases - 1 - above)) for above in range(phases)]
     return torch.stack(placed, 1).flatten(0, 1)
 
 
@@ -64,10 +61,7 @@ class FoldedEvolution(nn.Module):
         self._keep("rest", (1 - beta) * unit, 0, dtype)
         self._keep("passing", share * unit, None, dtype)
         self._keep("sign", share.sign(), 1, dtype)
-        self.phases = [1]
-        for phases in (2, 4):
-            if phases * num_heads <= BLOCK:
-                self.phases.insert(0, phases)
+        self.phases = [*(phases for phases in (4, 2) if phases * num_heads <= BLOCK), 1]
         for number, conv in enumerate(convs):
             weight = exact(conv.weight)
             bias = exact(conv.bias)

@@ -186,9 +186,12 @@ def results_of(
     labels = detected["labels"].tolist()
     rows = []
     for box, score, label in zip(boxes, scores, labels, strict=True):
-        row = {"image_id": image_id, "category_id": category_ids[label]}
-        row["bbox"] = [round(side, 3) for side in box]
-        row["score"] = round(score, 6)
+        row = {
+            "image_id": image_id,
+            "category_id": category_ids[label],
+            "bbox": [round(side, 3) for side in box],
+            "score": round(score, 6),
+        }
         rows.append(row)
     return rows
 

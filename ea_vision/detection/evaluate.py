@@ -117,9 +117,12 @@ def _per_class(ground_truth: dict, evaluation) -> list[dict]:
     rows = []
     for place, category in enumerate(evaluation.params.catIds):
         class_precision = precision[:, :, place]
-        row = {"class": names[category], "objects": objects[category]}
-        row["AP"] = round(_percent(class_precision.mean()), 2)
-        row["AP50"] = round(_percent(class_precision[0].mean()), 2)
+        row = {
+            "class": names[category],
+            "objects": objects[category],
+            "AP": round(_percent(class_precision.mean()), 2),
+            "AP50": round(_percent(class_precision[0].mean()), 2),
+        }
         rows.append(row)
     return rows
 

@@ -98,14 +98,9 @@ class Pyramid(nn.Module):
         features = self.body(x)
         if getattr(self.body, "output_fmt", None) == Format.NHWC:  # such as Swin's
             features = [nhwc_to(x, Format.NCHW) for x in features]
-        fine = {}
-        for level, position in zip(LEVELS, self.positions, strict=False):
-            fine[f"p{level}"] = features[position]
-        maps = self.fpn(fine)
-        normed = {}
-        for norm, (name, x) in zip(self.norms, maps.items(), strict=True):
-            normed[name] = norm(x)
-        return normed
+        fine = zip(LEVELS, self.positions, strict=False)
+        maps = self.fpn({f"p{level}": features[position] for level, position in fine})
+        return {name: norm(x) for norm, (name, x) in zip(self.norms, maps.items(), strict=True)}
 
 
 def _norm(channels: int, norm: bool) -> nn.Module:
@@ -118,9 +113,9 @@ class _Tower(nn.Module):
 
     def __init__(self, channels: int, convs: int, norm: bool):
         super().__init__()
-        self.convs = nn.ModuleList()
-        for _ in range(convs):
-            self.convs.append(nn.Conv2d(channels, channels, 3, padding=1))
+        self.convs = nn.ModuleList(
+            nn.Conv2d(channels, channels, 3, padding=1) for _ in range(convs)
+        )
         for conv in self.convs:
             nn.init.normal_(conv.weight, std=0.01)
             nn.init.zeros_(conv.bias)
@@ -318,7 +313,9 @@ def create_detector(
     heads.regression_head = BoxHead(
         fpn_channels, anchors, convs=head_convs, norm=norm, loss=box_loss
     )
-    sizes = _anchor_sizes(anchors)
+    octaves = OCTAVE_SCALES[anchors]
+    # the sides in pixels of the square anchors of each level
+    sizes = [tuple(4 * 2 ** (level + octave) for octave in octaves) for level in LEVELS]
     mean, std = image_statistics(body)
     detector = Detector(
         Pyramid(body, fpn_channels, norm),
@@ -327,7 +324,7 @@ def create_detector(
         max_size=img_size,
         image_mean=mean,
         image_std=std,
-        anchor_generator=Anchors(sizes, (RATIOS,) * len(sizes)),
+        anchor_generator=Anchors(tuple(sizes), (RATIOS,) * len(sizes)),
         head=heads,
         size_divisible=img_size,
         **retinanet,
@@ -354,11 +351,3 @@ def _create_body(backbone: str, img_size: int, kwargs: dict) -> nn.Module:
     create = partial(timm.create_model, backbone, features_only=True)
     body, _ = create_leaving_out(create, kwargs, optional)
     return body
-
-
-def _anchor_sizes(anchors: int) -> tuple[tuple[float, ...], ...]:
-    """Return the sides in pixels of the square anchors of each level."""
-    sizes = []
-    for level in LEVELS:
-        sizes.append(tuple(4 * 2 ** (level + octave) for octave in OCTAVE_SCALES[anchors]))
-    return tuple(sizes)

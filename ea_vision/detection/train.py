@@ -106,9 +106,6 @@ class DetectionConfig(
             raise UsageError(
                 f"scale_min must be at most scale_max ({self.scale_max:g}), got {self.scale_min:g}"
             )
-
-    def _take_statistics(self) -> None:
-        """Raise UsageError unless mean and std are empty."""
         if self.mean:
             raise UsageError(
                 f"mean and std must be empty: a detector takes its backbone's, got {self.mean}"
@@ -178,26 +175,23 @@ class CocoDetection(DataModule):
         """Return the detector, and the keywords with which `create_detector` builds it."""
         config = self.config
         weights, _ = weights_and_note(config.pretrained_path)
-        if weights is not None and not weights.is_file():
-            raise UsageError(
-                f"pretrained_path must be a weights file or a run folder, got {config.pretrained_path}"
-            )
         constructor = partial(
             create_detector,
             config.model,
             pretrained=config.pretrained or weights is not None,
             pretrained_cfg_overlay={"file": str(weights)} if weights else None,
         )
-        fixed = {"num_classes": len(self.classes)}
-        for name in ("img_size", "anchors", "gamma", "box_loss", "head_norm"):
-            fixed[name] = getattr(config, name)
+        fixed = {
+            name: getattr(config, name)
+            for name in ("img_size", "anchors", "gamma", "box_loss", "head_norm")
+        }
         try:
             with as_usage_error(f"weights {config.pretrained_path} cannot be read", DAMAGED):
                 return build(
                     constructor,
                     config.model,
                     config.model_kwargs,
-                    fixed=fixed,
+                    fixed={"num_classes": len(self.classes), **fixed},
                     optional=config.optional_kwargs,
                 )
         except UsageError as error:

@@ -298,7 +298,10 @@ class TrainConfig:
         for name, rules in self.rules().items():
             setattr(self, name, _checked(name, getattr(self, name), hints[name], rules))
         self._check_pairs()
-        self._take_statistics()
+        for name in ("mean", "std"):
+            numbers = getattr(self, name)
+            if numbers:  # one is that of all channels
+                setattr(self, name, list(channel_statistics(name, numbers)))
         if self.epochs == int(self.epochs):
             self.epochs = int(self.epochs)
         if isinstance(self.warmup_epochs, float) and self.warmup_epochs > self.epochs:
@@ -328,14 +331,6 @@ class TrainConfig:
                 raise UsageError(f"{name} excludes {rules.not_with}, got {value} beside it")
             if rules.goes_with and not getattr(self, rules.goes_with):
                 raise UsageError(f"{name} needs {rules.goes_with}, got {value} without it")
-
-    def _take_statistics(self) -> None:
-        """Give mean and std a number for each channel if they have one for all; raise UsageError unless they are empty,
-        or one or three numbers each."""
-        for name in ("mean", "std"):
-            numbers = getattr(self, name)
-            if numbers:
-                setattr(self, name, list(channel_statistics(name, numbers)))
 
     @classmethod
     def rules(cls) -> dict[str, SimpleNamespace]:
@@ -649,8 +644,7 @@ def _read_recipe(name: str) -> dict:
 
 def trainer_of(options: Collection[str]) -> str:
     """Return the trainer that has these options, or entries of notes; "" if it is none of ours."""
-    trainers = [trainer for name, trainer in TRAINERS.items() if name in options]
-    return trainers[0] if trainers else ""
+    return next((trainer for name, trainer in TRAINERS.items() if name in options), "")
 
 
 def resolve(cls: type[TrainConfig], given: dict) -> Any:

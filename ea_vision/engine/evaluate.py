@@ -54,15 +54,14 @@ def autocast(amp: str, device: torch.device) -> AbstractContextManager:
 
 def percents(figures: Mapping[str, float]) -> str:
     """Write measures in percent, without those that are nan, for the terminal."""
-    numbers = [(name, value) for name, value in figures.items() if not math.isnan(value)]
-    return "  ".join(f"{name} {value:.2f}%" for name, value in numbers)
+    return "  ".join(
+        f"{name} {value:.2f}%" for name, value in figures.items() if not math.isnan(value)
+    )
 
 
-def json_numbers(figures: Mapping[str, float], digits: int = 4) -> dict[str, float | None]:
+def json_numbers(figures: Mapping[str, float]) -> dict[str, float | None]:
     """Return rounded measures for JSON, which has no nan: a measure without an object or a meaning becomes None."""
-    return {
-        name: None if math.isnan(value) else round(value, digits) for name, value in figures.items()
-    }
+    return {name: None if math.isnan(value) else round(value, 4) for name, value in figures.items()}
 
 
 class NonFiniteLoss(RunError):
@@ -99,7 +98,7 @@ class Evaluation:
         return {
             "images": self.images,
             **json_numbers(self.figures()),
-            **json_numbers({"loss": self.loss}, 6),
+            "loss": round(self.loss, 6),
             "tta": self.tta,
         }
 

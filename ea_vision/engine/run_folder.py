@@ -2,9 +2,9 @@
 
 import json
 import logging
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -92,11 +92,8 @@ def write_metrics(
     """Write metrics.csv: one row per epoch, with nan as measures if the epoch was not evaluated. The rows' further
     columns, of attention layers and learnable gates, come last."""
     names = ["epoch", "step", "lr", "train_loss", "eval_loss", *measures, "images_per_s", "seconds"]
-    for row in rows:
-        names.extend(row)
-    columns = dict.fromkeys(names, math.nan)
-    lines = [columns | row for row in rows]
-    atomic_write(folder / METRICS, csv_text(lines, list(columns)).encode())
+    columns = list(dict.fromkeys(chain(names, *rows)))
+    atomic_write(folder / METRICS, csv_text(rows, columns).encode())
 
 
 # ---- weights and results --------------------------------------------------------------------------------------------

@@ -46,11 +46,10 @@ def memory_mib(device: torch.device) -> float:
 
 def rounded(row: dict) -> dict:
     """Return a row with its floats rounded to six significant digits."""
-    short = dict(row)
-    for name, value in row.items():
-        if isinstance(value, float):
-            short[name] = float(f"{value:.6g}")
-    return short
+    return {
+        name: float(f"{value:.6g}") if isinstance(value, float) else value
+        for name, value in row.items()
+    }
 
 
 class StepLog:
@@ -131,10 +130,11 @@ class StepLog:
     def send(self, group: str, row: dict) -> None:
         """Send the numbers of a row to TensorBoard and Weights & Biases; its `step` is the number of updates."""
         step = row["step"]
-        values = {}
-        for name, value in row.items():
-            if name != "step" and not math.isnan(value):
-                values[f"{group}/{name}"] = value
+        values = {
+            f"{group}/{name}": value
+            for name, value in row.items()
+            if name != "step" and not math.isnan(value)
+        }
         if self.writer:
             with self._optional("TensorBoard"):
                 for name, value in values.items():

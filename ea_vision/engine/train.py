@@ -319,8 +319,9 @@ class Trainer:
         if not config.compile:
             return model
         # A CUDA graph has one shape, so each shape is compiled separately.
-        dynamic = False if config.cuda_graphs else None
-        return self._compile(model, mode=config.compile_mode, dynamic=dynamic)
+        return self._compile(
+            model, mode=config.compile_mode, dynamic=False if config.cuda_graphs else None
+        )
 
     @staticmethod
     def _compile(model: nn.Module, **options: Any) -> nn.Module:

@@ -68,27 +68,26 @@ def read_image(source: ImageSource) -> Image.Image:
     Raises:
         UsageError: the source cannot be decoded, is too large, or is a folder or another array.
     """
-    if isinstance(source, (str, Path)):
+    decode = to_rgb
+    if isinstance(source, np.ndarray):
+        source = _from_array(source)
+    elif isinstance(source, (str, Path)):
+        decode = decode_image
         if str(source).startswith(DIGITS) and not os.path.exists(source):
             return _digit(str(source))
         _check_exists(source)
         if not os.path.isfile(source):  # reading a named pipe would wait forever
             kind = "a folder" if os.path.isdir(source) else "not a regular file"
             raise UsageError(f"one image file is required, and {source} is {kind}")
-    elif isinstance(source, np.ndarray):
-        source = _from_array(source)
     elif not isinstance(source, Image.Image):
         raise UsageError(
             "an image must be a path, a PIL image or an array (H, W, 3) (figures also take tensors), "
             f"got {type(source).__name__}"
         )
-    if isinstance(source, Image.Image):
-        if not source.width or not source.height:
-            raise UsageError(f"an image must have pixels, got {source.width}x{source.height}")
+    elif not source.width or not source.height:
+        raise UsageError(f"an image must have pixels, got {source.width}x{source.height}")
     with as_usage_error(f"image {source} cannot be read", BrokenImage):
-        if isinstance(source, Image.Image):
-            return to_rgb(source)
-        return decode_image(source)
+        return decode(source)
 
 
 def names_of(images: Sequence[ImageSource | Tensor]) -> list[str]:

@@ -298,12 +298,15 @@ def weights_and_note(path: str) -> tuple[Path | None, dict[str, Any]]:
         path: a file, which may be of any program and then has the note {}; a run folder; or "" for none.
 
     Raises:
-        UsageError: a folder that is no run's.
+        UsageError: no such file, or a folder that is no run's.
     """
     if not path:
         return None, {}
-    if Path(path).is_dir():
-        if not Path(path, CONFIG).is_file():
-            raise UsageError(f"pretrained_path must be a weights file or a run folder, got {path}")
-        return Path(path, WEIGHTS), read_config(Path(path))[1]
-    return Path(path), read_note(Path(path)) or {}
+    place = Path(path)
+    weights = place / WEIGHTS if place.is_dir() else place
+    if not weights.is_file():
+        raise UsageError(
+            f"pretrained_path must be a file of weights or a run folder with {WEIGHTS}, got {path}"
+        )
+    note = read_config(place)[1] if place.is_dir() else read_note(place)
+    return weights, note or {}

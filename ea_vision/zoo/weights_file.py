@@ -38,9 +38,7 @@ def encode_weights(state: Mapping[str, Tensor], metadata: Mapping[str, str] | No
 
     metadata: further entries of the file's metadata.
     """
-    tensors = {}
-    for name, value in state.items():
-        tensors[name] = value.detach().cpu().contiguous()
+    tensors = {name: value.detach().cpu().contiguous() for name, value in state.items()}
     entries = {"format": "pt", **(metadata or {}), "sha256": _digest_of(tensors)}
     return safetensors.torch.save(tensors, entries)
 
@@ -135,5 +133,4 @@ def check_finite(state: Mapping[str, Tensor], source: str) -> None:
 
 def non_finite(state: Mapping[str, Tensor]) -> list[str]:
     """Return the names of the weights and buffers that hold NaN or infinity."""
-    finite = {name: bool(value.isfinite().all()) for name, value in state.items()}
-    return [name for name in state if not finite[name]]
+    return [name for name, value in state.items() if not value.isfinite().all()]
