@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import tempfile
 import threading
 import time
 import uuid
@@ -53,10 +54,7 @@ def check_writable(folder: Path) -> None:
     try:
         while not folder.exists() and folder != folder.parent:
             folder = folder.parent
-        probe = folder / f".{uuid.uuid4().hex}.tmp"
-        probe.touch()
-        # another run that begins in the same folder may have deleted it
-        probe.unlink(missing_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise UsageError(f"cannot write into the folder {folder}: {error.strerror}") from error
 

@@ -114,7 +114,11 @@ class BetonTrainLoader(ImageTrainLoader):
         seeds, ids = keys.T
         table = self.source.table[ids]
         bad = np.zeros(len(table), bool)
-        out = self._memory((self.batch_size, 3, img_size, img_size))
+        shape = (self.batch_size, 3, img_size, img_size)
+        if self.on_cpu:
+            out = _reused(self._free[shape], shape)
+        else:
+            out = torch.empty(shape, dtype=torch.uint8, pin_memory=True)
         _compiled()(
             self.source.data,
             table,
@@ -137,12 +141,6 @@ class BetonTrainLoader(ImageTrainLoader):
         if self.on_cpu:
             levels = normalize(levels, self.mean, self.std)
         return levels[:, 0].numpy()
-
-    def _memory(self, shape: tuple[int, ...]) -> Tensor:
-        """Return memory for a batch: float32 or, for a GPU, pinned bytes."""
-        if self.on_cpu:
-            return _reused(self._free[shape], shape)
-        return torch.empty(shape, dtype=torch.uint8, pin_memory=True)
 
     def _pixels(self, images: Tensor) -> Tensor:
         if self.on_cpu:

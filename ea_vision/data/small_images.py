@@ -46,9 +46,9 @@ class DataSet:
 
     def fingerprint(self) -> str:
         """Return SHA-256 over pixels, targets and class names: the same for the same data, wherever it is stored."""
-        train = self.train.images, self.train.targets
-        test = self.test.images, self.test.targets
-        return fingerprint(self.classes, *train, *test)
+        train = self.train
+        test = self.test
+        return fingerprint(self.classes, train.images, train.targets, test.images, test.targets)
 
 
 def hold_out(images: Images, count: int, seed: int) -> tuple[Images, Images]:

@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -63,7 +64,8 @@ def write_beton(
     columns = {"image": fields.RGBImageField(), "label": fields.IntField()}
     writer = require_ffcv("ffcv.writer").DatasetWriter(str(temporary), columns)
     rows = np.zeros(len(source), writer.metadata_type)
-    encoder = _Encoder(source, rows, max_size, 0.0 if evaluated else jpeg_share, evaluated)
+    scaling = Scaling.cropped(*evaluated) if evaluated else None
+    encoder = _Encoder(source, rows, max_size, 0.0 if evaluated else jpeg_share, scaling)
     try:
         _write(writer, encoder, workers)
         if encoder.broken:
@@ -94,31 +96,29 @@ def _temporary(out: Path) -> Path:
     return out.with_name(f"{prefix}{os.getpid()}.tmp")
 
 
+@dataclass
 class _Encoder:
     """Encodes the images. Which ones are stored as JPEG depends on their number alone, so that the same images and
     options make the same file.
 
     Attributes:
-        broken: the images that cannot be decoded, and why.
         rows: FFCV's table: an image's mode, width, height and place; its label.
+        max_size, jpeg_share: see `write_beton`.
+        scaling: how each image is stored; None: whole.
+        broken: the images that cannot be decoded, and why.
     """
 
-    def __init__(
-        self,
-        source: ImageFiles,
-        rows: np.ndarray,
-        max_size: int,
-        jpeg_share: float,
-        evaluated: Evaluated | None,
-    ):
+    source: ImageFiles
+    rows: np.ndarray
+    max_size: int
+    jpeg_share: float
+    scaling: Scaling | None
+
+    def __post_init__(self):
         fields = require_ffcv("ffcv.fields")
-        self.source = source
-        self.max_size = max_size
-        self.as_jpeg = np.random.default_rng(0).random(len(source)) < jpeg_share
+        self.as_jpeg = np.random.default_rng(0).random(len(self.source)) < self.jpeg_share
         self.jpeg_field = fields.RGBImageField("jpg")
         self.raw_field = fields.RGBImageField("raw")
-        self.scaling = Scaling.cropped(*evaluated) if evaluated else None
-        self.rows = rows
         self.broken: list[str] = []
 
     def encode(self, index: int) -> np.ndarray | bytes:

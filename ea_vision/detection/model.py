@@ -237,8 +237,8 @@ class Detector(RetinaNet):
 
     def no_weight_decay(self) -> set[str]:
         """Return the names of the position tables, which timm's optimisers leave without weight decay."""
-        names = dict(self.named_parameters())
-        return {name for name in names if name.endswith(("height_rel", "width_rel"))}
+        tables = ("height_rel", "width_rel")
+        return {name for name, _ in self.named_parameters() if name.endswith(tables)}
 
 
 def create_detector(

@@ -345,7 +345,7 @@ class Trainer:
         progress.step += 1
         if self.ema is not None:
             self.ema.update(self.model, step=progress.updates)
-        ends_epoch = progress.step == self.updates_in(progress.epoch)
+        ends_epoch = progress.step == self.updates_in_epoch
         if ends_epoch and hasattr(self.optimizer, "sync_lookahead"):
             # Lookahead's slow weights are evaluated; this needs gradients, so it is done here.
             self.optimizer.sync_lookahead()
@@ -449,9 +449,10 @@ class Trainer:
 
     # ---- epochs ---------------------------------------------------------------------------------------------------
 
-    def updates_in(self, epoch: int) -> int:
-        """Return the number of updates in `epoch`, counted from 0; a fraction in --epochs shortens the last one."""
-        left = self.total_updates - epoch * self.updates_per_epoch
+    @property
+    def updates_in_epoch(self) -> int:
+        """The number of updates in the current epoch; a fraction in --epochs shortens the last one."""
+        left = self.total_updates - self.progress.epoch * self.updates_per_epoch
         return min(self.updates_per_epoch, max(left, 0))
 
     def _place(self) -> int:
@@ -466,7 +467,7 @@ class Trainer:
         self._train_mode()
         self._logged = copy.copy(progress)
         source = self.train_loader.batches(progress.epoch, progress.step * config.grad_accum_steps)
-        updates = self.updates_in(progress.epoch)
+        updates = self.updates_in_epoch
         bar = tqdm(
             total=updates,
             initial=progress.step,
