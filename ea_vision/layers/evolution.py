@@ -386,9 +386,7 @@ class _ConvolvedEvolution(Evolution):
 
     def convolve(self, maps: Tensor, allowed: Tensor | None = None) -> Tensor:
         """Convolve maps (B, K, Q, N). Entries that are not `allowed` are 0 before each convolution and the shift."""
-        patches = maps
-        if self.num_prefix_tokens > 0:
-            patches = among_patches(maps, self.num_prefix_tokens)
+        patches = among_patches(maps, self.num_prefix_tokens)
         for conv in self.convs:
             patches = F.relu(conv(patches))
             if allowed is not None:
@@ -398,9 +396,7 @@ class _ConvolvedEvolution(Evolution):
             down = min(self.reach, patches.shape[2])
             right = min(self.reach, patches.shape[3]) if self.causal == "self" else 0
             patches = F.pad(patches, [right, -right, down, -down])
-        if self.num_prefix_tokens > 0:
-            patches = with_prefix(maps, patches, self.num_prefix_tokens)
-        return patches
+        return with_prefix(maps, patches, self.num_prefix_tokens)
 
     def reason_against(self) -> str | None:
         if self.causal != "none":

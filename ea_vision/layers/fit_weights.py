@@ -15,15 +15,16 @@ class FitsWeights:
     """A mixin for `AugmentedConv2d`: weights are fitted to the layer before it loads them."""
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args) -> None:
-        reason = fit_weights(self, state_dict, prefix)
-        if reason is None:
-            super()._load_from_state_dict(state_dict, prefix, *args)
-        else:
+        try:
+            fit_weights(self, state_dict, prefix)
+        except ValueError as error:
             error_messages = args[-1]
-            error_messages.append(reason)
+            error_messages.append(str(error))
+        else:
+            super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def fit_weights(layer: FitsWeights, state_dict: dict[str, Tensor], prefix: str) -> str | None:
+def fit_weights(layer: FitsWeights, state_dict: dict[str, Tensor], prefix: str) -> None:
     """Make the weights of a layer fit it, in place: position tables are resized, the layer gets a `qk_gain` if the
     weights have one, and with fusion="add" it takes a plain convolution.
 
@@ -34,19 +35,16 @@ def fit_weights(layer: FitsWeights, state_dict: dict[str, Tensor], prefix: str) 
         state_dict: the checkpoint; the layer's weights are those whose names begin with prefix.
         prefix: ends in a dot, or is empty.
 
-    Returns:
-        why the weights are of another layer, or None.
+    Raises:
+        ValueError: the weights are of another layer.
     """
     if f"{prefix}weight" in state_dict and layer.fusion == "add":
         begins = not layer.proj.weight.is_meta and all_zero(layer.proj)
-        try:
-            take_convolution(layer, state_dict, prefix, keep_attention=begins)
-        except ValueError as error:
-            return str(error)
+        take_convolution(layer, state_dict, prefix, keep_attention=begins)
     proj_weight = state_dict.get(f"{prefix}proj.weight")
     fusion = fusion_of(layer, state_dict.get(f"{prefix}conv.weight"), proj_weight)
     if fusion not in (None, layer.fusion):
-        return (
+        raise ValueError(
             f"the weights of {prefix}conv and {prefix}proj have fusion={fusion!r}, but the network "
             f"has fusion={layer.fusion!r}: create it with fusion={fusion!r}"
         )
@@ -57,7 +55,6 @@ def fit_weights(layer: FitsWeights, state_dict: dict[str, Tensor], prefix: str) 
         table = state_dict.get(prefix + name)
         if table is not None and table.ndim == 2 and table.shape[1] == layer.dim_head_qk:
             state_dict[prefix + name] = fit_rel_table(table, size)
-    return None
 
 
 def fusion_of(

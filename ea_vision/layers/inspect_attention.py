@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from torch import nn
 
@@ -90,8 +91,7 @@ def tower_of(model: nn.Module, name: str) -> tuple[object, list[nn.Module]]:
     such as CLIP around its image tower."""
     around = owners(model, name)
     config = next(owner.config for owner in around if hasattr(owner, "config"))
-    shared = [getattr(owner, "config", config) is config for owner in around]
-    return config, around[: [*shared, False].index(False)]
+    return config, list(takewhile(lambda owner: getattr(owner, "config", config) is config, around))
 
 
 def embedding_of(model: nn.Module, name: str) -> tuple[nn.Conv2d | None, tuple[str, ...], bool]:

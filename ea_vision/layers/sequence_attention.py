@@ -230,7 +230,7 @@ class SequenceMaps(MapsAttention, nn.Module):
         kind = self.chain.kind
         reading = self.reading
         if reading.allowed is None or kind in POINTWISE:
-            return self._evolve(logits, prev_logits, feat_size)
+            return super().evolved(logits, prev_logits, feat_size)
         if kind not in CONVOLVING:
             raise ValueError(
                 f"evolution {kind!r} does not support masks: sequences without padding required"
@@ -242,12 +242,8 @@ class SequenceMaps(MapsAttention, nn.Module):
         else:
             real = logits.masked_fill(padding, 0.0)
             real_before = prev_logits.masked_fill(padding, 0.0)
-            evolved = self._evolve(real, real_before, feat_size)
+            evolved = super().evolved(real, real_before, feat_size)
         return torch.where(padding, logits, evolved)
-
-    def _evolve(self, logits: Tensor, prev_logits: Tensor, feat_size: Size) -> Tensor:
-        size = (feat_size,) if self.evolution.spatial else ()
-        return self.evolution(logits, prev_logits, *size)
 
     def parts_of(self, logits: Tensor, prev_logits: Tensor, evolved: Tensor) -> dict[str, Tensor]:
         reading = self.reading

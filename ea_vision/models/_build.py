@@ -22,16 +22,11 @@ from torch import Tensor, nn
 
 from ea_vision.base.errors import UsageError
 from ea_vision.layers.fit_weights import checkpoint_filter_fn
-from ea_vision.models.note import (
-    NOTE,
-    TrainedKeywords,
-    check_agreement,
-    check_notes,
-    fixed,
-    read_note,
-)
+from ea_vision.models.note import check_agreement, defaults_of, fixed, is_free, read_note, take_note
 
 log = logging.getLogger(__name__)
+# by the beginning of a network's name: the evolution of its attention
+KINDS = {"aa": None, "pa_aa": "pa", "ea_aa": "ea"}
 # The classes of experiments/scenes, in their order.
 SCENES = ("buildings", "forest", "glacier", "mountain", "sea", "street")
 
@@ -78,7 +73,8 @@ def register_networks(
             # needed to build it again; timm's configuration has no field for it
             model.trained_with = trained
             model._model_args = dict(trained)  # timm's save_for_hf writes these
-            check_notes(model, partial(_check_note, module, model_cls, keywords))
+            check = partial(_check_note, module, model_cls, keywords)
+            model.register_load_state_dict_pre_hook(check)
             return model
 
         entry.__name__ = name
@@ -97,16 +93,21 @@ def _trained_with(
     Raises:
         UsageError: the network's or the caller's keywords contradict them.
     """
-    trained = _trained_keywords(name, kwargs)
-    if trained is None:
+    weights = _weights_of(name, kwargs)
+    if weights is None:
         return {}
+    source, trained = weights
     keywords = {**network.kwargs, **kwargs}
-    check_agreement(trained, keywords, model_cls)
-    return trained.missing(keywords)
+    opening = f"the weights {source} were trained with"
+    check_agreement(opening, trained, keywords, defaults_of(model_cls))
+    return {
+        key: value for key, value in trained.items() if key not in keywords and not is_free(key)
+    }
 
 
-def _trained_keywords(name: str, kwargs: Mapping[str, Any]) -> TrainedKeywords | None:
-    """Return the keywords that the weights that timm will load were trained with, or None if they are not known.
+def _weights_of(name: str, kwargs: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    """Return the name or path of the weights that timm will load, and the keywords that they were trained with, or None
+    if these are not known.
 
     None also for weights of another family's network: they are converted, or do not fit.
     """
@@ -117,7 +118,7 @@ def _trained_keywords(name: str, kwargs: Mapping[str, Any]) -> TrainedKeywords |
     # timm reads these from the config.json of the hub or a folder
     saved = kwargs.get("pretrained_model_args")
     if saved:
-        return TrainedKeywords(cfg.hf_hub_id or cfg.file or name, {**network.kwargs, **saved})
+        return cfg.hf_hub_id or cfg.file or name, {**network.kwargs, **saved}
     if not cfg.file:
         return None
     path = Path(cfg.file)
@@ -126,28 +127,37 @@ def _trained_keywords(name: str, kwargs: Mapping[str, Any]) -> TrainedKeywords |
         registered = base in _NETWORKS and is_model_pretrained(full)
         if registered and get_pretrained_cfg(full).file == cfg.file:
             trained = get_network(base).trained.get(tag, {})
-            return TrainedKeywords(full, {**get_network(base).kwargs, **trained})
-    note = read_note(path)
+            return full, {**get_network(base).kwargs, **trained}
+    trained = _noted_keywords(read_note(path), family)
+    return None if trained is None else (str(path), trained)
+
+
+def _noted_keywords(note: Mapping[str, Any] | None, family: str) -> dict[str, Any] | None:
+    """Return the keywords in the note of weights, or None if there is no note or it is of another family's network."""
     if note is None or _NETWORKS.get(note["model"], ("",))[0] != family:
         return None
-    return TrainedKeywords(str(path), {**get_network(note["model"]).kwargs, **note["model_kwargs"]})
+    return {**get_network(note["model"]).kwargs, **note["model_kwargs"]}
 
 
 def _check_note(
     family: str,
     model_cls: type[nn.Module],
     kwargs: Mapping[str, Any],
-    note: Mapping[str, Any],
     model: nn.Module,
+    state: dict[str, Tensor],
+    prefix: str,
+    *_: Any,
 ) -> None:
     """Raise UsageError if a network's keywords contradict those in the note of weights."""
-    home, network = _NETWORKS.get(note["model"], ("", None))
-    if home != family:
+    note = take_note(state, prefix)
+    trained = _noted_keywords(note, family)
+    if trained is None:
         return  # names or shapes differ
-    trained = TrainedKeywords(f"of {note['model']}", {**network.kwargs, **note["model_kwargs"]})
-    keywords = {**kwargs, **trained.defaults(kwargs, model_cls)}
-    keywords.pop("qk_norm", None)  # loading takes it over or refuses the weights
-    check_agreement(trained, fixed(keywords, model), model_cls)
+    defaults = defaults_of(model_cls)
+    keywords = {**dict.fromkeys(trained), **defaults, **kwargs}
+    keywords.pop("qk_norm")  # loading takes it over or refuses the weights
+    opening = f"the weights of {note['model']} were trained with"
+    check_agreement(opening, trained, fixed(keywords, model), defaults)
 
 
 def _choose_plain_weights(name: str, network: Network, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -163,7 +173,7 @@ def _choose_plain_weights(name: str, network: Network, kwargs: dict[str, Any]) -
     if network.plain is None or not isinstance(tag, (str, type(None))):
         return kwargs
     if kwargs.get("fusion") == "add":
-        if tag is None and _trained_keywords(name, kwargs) is not None:
+        if tag is None and _weights_of(name, kwargs) is not None:
             return kwargs
         cfg = get_pretrained_cfg(f"{network.plain}.{tag}" if tag else network.plain)
         return {**kwargs, "pretrained_cfg": replace(cfg, architecture=name).to_dict()}
@@ -300,7 +310,7 @@ def build_network(
     filter_fn = getattr(model_cls, "checkpoint_filter_fn", checkpoint_filter_fn)
 
     def filter_weights(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-        state_dict.pop(NOTE, None)  # read from the file's metadata
+        take_note(state_dict)  # read from the file's metadata
         return filter_fn(state_dict, model)
 
     net = build_model_with_cfg(

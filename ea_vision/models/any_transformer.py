@@ -286,9 +286,13 @@ class EvolvingEncoderBlock(HandingBlock, torchvision.models.vision_transformer.E
 
 
 def plain_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return the class of timm, torch or torchvision that a class of ours extends; other classes unchanged."""
+    """Return the class of another package that a class of ours extends; other classes unchanged."""
     modules = (base for base in cls.__mro__ if issubclass(base, nn.Module))
-    return next(base for base in modules if not base.__module__.startswith("ea_vision"))
+    return next(
+        base
+        for base in modules
+        if not (base.__module__.startswith("ea_vision") or issubclass(base, HandingBlock))
+    )
 
 
 _ATTENTIONS = (

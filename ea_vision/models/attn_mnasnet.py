@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from ea_vision.layers import AugmentedConv2d
 from ea_vision.layers.recomputing import checkpoint
 from ea_vision.models._attention_config import AttentionConfig, ChainBuilder, to_size
-from ea_vision.models._build import Network, imagenet_cfg, register_networks
+from ea_vision.models._build import KINDS, Network, imagenet_cfg, register_networks
 from ea_vision.models._network import ChainedNetwork
 from ea_vision.models._stages import Step, TensorStage, hand_on, run_conv, through
 from ea_vision.ops import Size
@@ -175,23 +175,23 @@ class AttnMnasNet(ChainedNetwork, EfficientNet):
 
 _PLAIN = {"075": "semnasnet_075", "100": "semnasnet_100", "125": None, "140": None}
 _ABOUT = {
-    None: "AA-MnasNet of width {:g}, 13 attention layers.",
-    "pa": "PA in AA-MnasNet of width {:g}, alpha 0.5, one convolution; ours.",
-    "ea": "EA in AA-MnasNet of width {:g}, alpha 0.5, beta 1.0; ours.",
+    "aa": "AA-MnasNet of width {:g}, 13 attention layers.",
+    "pa_aa": "PA in AA-MnasNet of width {:g}, alpha 0.5, one convolution; ours.",
+    "ea_aa": "EA in AA-MnasNet of width {:g}, alpha 0.5, beta 1.0; ours.",
 }
 _NETWORKS = {
     "semnasnet_125": Network(
         "MnasNet-A1 of width 1.25, which timm lacks.", {"multiplier": 1.25, "attn_stages": ()}
     )
 }
-for _kind, _about in _ABOUT.items():
+for _prefix, _kind in KINDS.items():
     for _width, _plain in _PLAIN.items():
         _multiplier = int(_width) / 100
-        _options = {"multiplier": _multiplier}
-        if _kind is not None:
-            _options["evolution"] = _kind
-        _name = f"{_kind}_aa_mnasnet_{_width}" if _kind else f"aa_mnasnet_{_width}"
-        _NETWORKS[_name] = Network(_about.format(_multiplier), _options, plain=_plain)
+        _NETWORKS[f"{_prefix}_mnasnet_{_width}"] = Network(
+            _ABOUT[_prefix].format(_multiplier),
+            {"multiplier": _multiplier, "evolution": _kind},
+            plain=_plain,
+        )
 _cfg = imagenet_cfg("conv_stem", "classifier", interpolation="bicubic")
 default_cfgs = generate_default_cfgs(dict.fromkeys(_NETWORKS, _cfg))
 register_networks(__name__, AttnMnasNet, _NETWORKS)

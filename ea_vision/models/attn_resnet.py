@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from ea_vision.layers import AugmentedConv2d
 from ea_vision.models._attention_config import AttentionConfig, ChainBuilder, check_numbers, to_size
 from ea_vision.models._build import (
+    KINDS,
     Network,
     imagenet_cfg,
     register_networks,
@@ -286,24 +287,20 @@ _HALF = {
 }
 
 
-def _evolving(kind: str, depth: int) -> Network:
-    """Return a published network, with PA or EA."""
-    alpha = 0.7 if kind == "ea" and depth > 50 else 0.5
-    evolution = "beta 1.0" if kind == "ea" else "one convolution"
-    options = {**_DEPTHS[depth], "evolution": kind}
-    if alpha != 0.5:
-        options["alpha"] = alpha
-    about = f"{kind.upper()}-AA-ResNet-{depth}, alpha {alpha}, {evolution}."
-    return Network(about, options, plain=f"resnet{depth}")
-
-
 _NETWORKS = {}
-for _depth, _count in _AA_LAYERS.items():
-    _about = f"AA-ResNet-{_depth}, {_count} attention layers."
-    _NETWORKS[f"aa_resnet{_depth}"] = Network(_about, _DEPTHS[_depth], plain=f"resnet{_depth}")
-for _kind in ("pa", "ea"):
-    for _depth in _DEPTHS:
-        _NETWORKS[f"{_kind}_aa_resnet{_depth}"] = _evolving(_kind, _depth)
+for _prefix, _kind in KINDS.items():
+    for _depth, _options in _DEPTHS.items():
+        _gates = {"alpha": 0.7} if _kind == "ea" and _depth > 50 else {}
+        _details = {
+            "aa": f"{_AA_LAYERS[_depth]} attention layers",
+            "pa_aa": "alpha 0.5, one convolution",
+            "ea_aa": f"alpha {_gates.get('alpha', 0.5)}, beta 1.0",
+        }
+        _NETWORKS[f"{_prefix}_resnet{_depth}"] = Network(
+            f"{_prefix.upper().replace('_', '-')}-ResNet-{_depth}, {_details[_prefix]}.",
+            {**_options, "evolution": _kind, **_gates},
+            plain=f"resnet{_depth}",
+        )
 _NETWORKS["csan_resnet50"] = Network(
     "CSAN-ResNet-50: AA-ResNet-50 whose stages 2 (here at 28x28) and 3 attend in windows of 7x7 pixels and 3 "
     "heads; no paper has it.",
@@ -317,19 +314,19 @@ _NETWORKS["csan_resnet50"] = Network(
     },
     plain="resnet50",
 )
-for _kind in (None, "pa", "ea"):
-    _prefix = f"{_kind}_aa" if _kind else "aa"
+for _prefix, _kind in KINDS.items():
     _NETWORKS[f"{_prefix}_resnet34_050"] = Network(
         f"{_prefix.upper().replace('_', '-')}-ResNet-34 of half the width, for photos of 112 pixels.",
-        {**_HALF, "evolution": _kind} if _kind else _HALF,
+        {**_HALF, "evolution": _kind},
     )
 # trained on six kinds of scenes, not on ImageNet
 SHIPPED = ("aa_resnet34_050.scenes", "ea_aa_resnet34_050.scenes")
-_CFGS = {"pa_aa_resnet34_050": scenes_cfg("conv1", "fc")}
-for _name in SHIPPED:
-    _CFGS[_name] = scenes_cfg("conv1", "fc", file=shipped_weights(_name))
-for _name, _network in _NETWORKS.items():
-    if _network.plain is not None:
-        _CFGS[_name] = imagenet_cfg("conv1", "fc")
-default_cfgs = generate_default_cfgs(_CFGS)
+_with_plain = [name for name, network in _NETWORKS.items() if network.plain]
+default_cfgs = generate_default_cfgs(
+    {
+        "pa_aa_resnet34_050": scenes_cfg("conv1", "fc"),
+        **{name: scenes_cfg("conv1", "fc", file=shipped_weights(name)) for name in SHIPPED},
+        **dict.fromkeys(_with_plain, imagenet_cfg("conv1", "fc")),
+    }
+)
 register_networks(__name__, AttnResNet, _NETWORKS)

@@ -121,16 +121,9 @@ def evolve_resnet(
             or does not fit.
     """
     refuse(model, reason_against(model))
-    keywords = {
-        "kind": kind,
-        "img_size": img_size,
-        "augment": augment,
-        "augment_strided": augment_strided,
-        "map_reduction": map_reduction,
-        **options,
-    }
     attention = _attention_of(model, kind, options)
     placement = Placement(augment, augment_strided, map_reduction)
+    keywords = {"kind": kind, "img_size": img_size, **vars(placement), **options}
     evolving = shared_copy(model)
     evolving.plain_class = type(model)
     evolving.__class__ = NETWORKS[_base_of(model)]

@@ -23,7 +23,7 @@ from ea_vision.layers import evolution_class, inspect_attention
 from ea_vision.layers import sequence_attention as sequences
 from ea_vision.layers.handing_on import Handed, HandingBlock, remove_hooks
 from ea_vision.models._mechanisms import Mechanisms, check_idle, refuse
-from ea_vision.models.any_transformer import shared_copy
+from ea_vision.models.any_transformer import plain_class, shared_copy
 from ea_vision.models.evolve import Family, register_family
 from ea_vision.ops import Size, use_implementation
 
@@ -124,11 +124,6 @@ class EvolvingBlock(HandingBlock):
 def evolving_class(plain: type[nn.Module]) -> type[nn.Module]:
     """Return a subclass of `EvolvingBlock` and the block's class, with the name by which other code finds blocks."""
     return type(plain.__name__, (EvolvingBlock, plain), {"__module__": plain.__module__})
-
-
-def plain_class(evolving: type[nn.Module]) -> type[nn.Module]:
-    """Return the block's class from that of `evolving_class`."""
-    return evolving.__bases__[1]
 
 
 def _new_block(plain: type[nn.Module]) -> nn.Module:

@@ -6,10 +6,10 @@ weights. A network that loads the weights checks it: some keywords may change, t
 
 import inspect
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -87,48 +87,10 @@ def with_note(state: Mapping[str, Tensor], note: str) -> dict[str, Tensor]:
     return {**state, NOTE: torch.frombuffer(bytearray(note, "utf-8"), dtype=torch.uint8)}
 
 
-@dataclass(frozen=True)
-class TrainedKeywords:
-    """The keywords that weights were trained with.
-
-    Attributes:
-        source: name or path of the weights, for messages.
-        kwargs: all keywords of their network.
-    """
-
-    source: str
-    kwargs: Mapping[str, Any]
-
-    def missing(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the keywords that the weights need and that `kwargs` does not name."""
-        return {
-            key: value
-            for key, value in self.kwargs.items()
-            if key not in kwargs and not is_free(key)
-        }
-
-    def defaults(self, kwargs: Mapping[str, Any], model_cls: type[nn.Module]) -> dict[str, Any]:
-        """Return the default values that a network built with `kwargs` has for the `missing` keywords."""
-        return {name: _default(model_cls, name) for name in self.missing(kwargs)}
-
-
-Check = Callable[[Mapping[str, Any], nn.Module], None]
-
-
-def check_notes(model: nn.Module, check: Check) -> None:
-    """Let `model.load_state_dict` remove the note from weights (see `with_note`), and check it.
-
-    check: called with the note's content and the model; raises UsageError if the weights are another network's.
-    """
-    model.register_load_state_dict_pre_hook(partial(_take_note, check))
-
-
-def _take_note(
-    check: Check, model: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any
-) -> None:
+def take_note(state: dict[str, Tensor], prefix: str = "") -> dict[str, Any] | None:
+    """Remove the note of `with_note` from weights; return its content, or None if there is none."""
     note = state.pop(prefix + NOTE, None)
-    if note is not None:
-        check(json.loads(bytes(note.tolist())), model)
+    return None if note is None else json.loads(bytes(note.tolist()))
 
 
 def fixed(kwargs: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
@@ -138,46 +100,46 @@ def fixed(kwargs: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
 
 
 def check_agreement(
-    trained: TrainedKeywords, kwargs: Mapping[str, Any], model_cls: type[nn.Module]
+    opening: str,
+    trained: Mapping[str, Any],
+    kwargs: Mapping[str, Any],
+    defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Raise UsageError if a network's keywords contradict those that its weights were trained with.
 
     Args:
+        opening: of the message, up to the keyword.
+        trained: the keywords of the weights' network.
         kwargs: of the network; a missing keyword takes the weights' value.
-        model_cls: the network's class; its defaults complete the weights' keywords.
+        defaults: values of the keywords that the weights' network was not given.
     """
     for key, value in kwargs.items():
-        if is_free(key):
+        expected = trained.get(key, defaults.get(key))
+        if is_free(key) or _comparable(value) == _comparable(expected):
             continue
-        expected = trained.kwargs[key] if key in trained.kwargs else _default(model_cls, key)
-        if _comparable(value) == _comparable(expected):
-            continue
-        if key in evolution_options() and _same_evolution(
-            trained.kwargs, {**trained.kwargs, key: value}
-        ):
+        if key in evolution_options() and _same_evolution(trained, {**trained, key: value}):
             continue
         wording = f"{key}={expected}"
-        if key not in trained.kwargs and expected is None:
+        if key not in trained and expected is None:
             wording = f"the default {key}"
-        raise UsageError(
-            f"the weights {trained.source} were trained with {wording}, got {key}={value}"
-        )
+        raise UsageError(f"{opening} {wording}, got {key}={value}")
 
 
-def _default(model_cls: type[nn.Module], key: str) -> Any:
-    """Return the default value of a network's keyword, or None if it is not known."""
+def defaults_of(model_cls: type[nn.Module]) -> dict[str, Any]:
+    """Return the default values of the keywords of a network's class."""
     defaults = {field.name: field.default for field in fields(AttentionConfig)}
     for name, parameter in inspect.signature(model_cls).parameters.items():
         if parameter.default is not parameter.empty:
             defaults[name] = parameter.default
-    return defaults.get(key)
+    return defaults
 
 
 def _same_evolution(*networks: Mapping[str, Any]) -> bool:
     """Return whether the keywords of two networks create evolutions with the same modules and gates."""
     described = []
     for keywords in networks:
-        evolution = AttentionConfig.take(dict(keywords)).new_evolution()
+        kind = keywords.get("kind")  # of an evolved network
+        evolution = AttentionConfig.take({"evolution": kind, **keywords}).new_evolution()
         gates = {} if evolution is None else evolution.gates()
         values = {name: torch.as_tensor(gate).tolist() for name, gate in gates.items()}
         described.append((repr(evolution), values))
@@ -206,39 +168,33 @@ def remember_evolution(evolving: nn.Module, evolution: Mapping[str, Any]) -> Non
     Args:
         evolution: the keywords of `ea_vision.evolve`.
     """
-    check_notes(evolving, partial(_check_evolution, dict(evolution)))
     cfg = getattr(evolving, "pretrained_cfg", None)
     if not cfg:
         return
+    evolving.register_load_state_dict_pre_hook(_check_evolution)
     plain = getattr(evolving, "_model_args", {})
     evolving._model_args = {**plain, "base": cfg["architecture"], "evolution": dict(evolution)}
     evolving.pretrained_cfg = {**cfg, "architecture": EVOLVED}
     evolving.default_cfg = evolving.pretrained_cfg
 
 
-def _check_evolution(
-    evolution: Mapping[str, Any], note: Mapping[str, Any], model: nn.Module
-) -> None:
+def _check_evolution(model: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
     """Raise UsageError if weights say that they were trained with another evolution than the network's."""
-    if note["model"] != EVOLVED:
+    note = take_note(state, prefix)
+    if note is None or note["model"] != EVOLVED:
         return
-    noted = {"kind": "ea", **(note["model_kwargs"].get("evolution") or {})}
-    for key, value in fixed(evolution, model).items():
-        trained = noted.get(key)
-        if is_free(key) or _comparable(trained) == _comparable(value):
-            continue
-        if key == "kind" or None not in (trained, value):  # None: not said
-            raise UsageError(
-                f"the weights were trained with evolution {key}={trained}, got {key}={value}"
-            )
+    trained = {"kind": "ea", **(note["model_kwargs"].get("evolution") or {})}
+    stated = {}
+    for key, value in fixed(model._model_args["evolution"], model).items():
+        if key == "kind" or None not in (trained.get(key), value):  # None: not said
+            stated[key] = value
+    check_agreement("the weights were trained with evolution", trained, stated)
 
 
 def forget_evolution(plain: nn.Module) -> None:
     """Undo `remember_evolution`."""
     for key, hook in list(plain._load_state_dict_pre_hooks.items()):
-        take_note = getattr(hook, "hook", None)
-        check = take_note.args[0] if isinstance(take_note, partial) else None
-        if isinstance(check, partial) and check.func is _check_evolution:
+        if getattr(hook, "hook", None) is _check_evolution:
             del plain._load_state_dict_pre_hooks[key]
     saved = dict(getattr(plain, "_model_args", {}))
     if "base" not in saved:

@@ -98,8 +98,7 @@ class EvolvingVisionTransformer(VisionTransformer):
         converted = checkpoint_filter_fn(state_dict, model)
         state = timm_filter(converted, model, adapt_layer_scale=True)
         if model.attn_pool is None:
-            pooling = {name for name in state if name.startswith("attn_pool.")}
-            state = {name: state[name] for name in state if name not in pooling}
+            state = {name: state[name] for name in state if not name.startswith("attn_pool.")}
         if any(_is_added(name) for name in state):
             return state
         start = {name: tensor for name, tensor in model.state_dict().items() if _is_added(name)}

@@ -111,16 +111,11 @@ def _choose(problem: Problem) -> Implementation:
     level = logging.INFO
     if device == "cuda" and name == "reference":
         level = logging.WARNING
-        lines.append(f"each of its maps takes {_map_megabytes(problem):,.0f} MB")
+        B, K, N, _ = problem.q.shape
+        megabytes = B * K * N * problem.k.shape[2] * problem.q.element_size() / 1e6
+        lines.append(f"each of its maps takes {megabytes:,.0f} MB")
     log_once((device, name, *against), "; ".join(lines), level)
     return IMPLEMENTATIONS[name]
-
-
-def _map_megabytes(problem: Problem) -> float:
-    """Return the memory of one (B, K, N, M) tensor in the problem's dtype."""
-    B, K, N, _ = problem.q.shape
-    M = problem.k.shape[2]
-    return B * K * N * M * problem.q.element_size() / 1e6
 
 
 @torch.compiler.assume_constant_result  # torch.compile calls it as it traces

@@ -262,24 +262,13 @@ def _is_odd(number: int) -> bool:
     return isinstance(number, int) and number > 0 and number % 2 == 1
 
 
-def check_prev_logits(
-    prev_logits: Tensor | None, B: int, K: int, N: int, M: int | None = None
-) -> Tensor:
-    """Return the previous layer's logits if their shape is (B, K, N, M); M defaults to N.
-
-    Raises:
-        ValueError: they are missing or of another shape.
-    """
-    M = N if M is None else M
+def check_prev_logits(prev_logits: Tensor | None, B: int, K: int, N: int, M: int) -> None:
+    """Raise ValueError if the previous layer's logits are missing, or their shape is not (B, K, N, M)."""
     if prev_logits is None:
         raise ValueError(
             f"this layer evolves the previous layer's maps: prev_logits of shape {[B, K, N, M]} required, got None"
         )
-    if prev_logits.shape != (B, K, N, M):
-        raise ValueError(
-            f"prev_logits of shape {[B, K, N, M]} required, got {list(prev_logits.shape)}"
-        )
-    return prev_logits
+    _check_shape("prev_logits", prev_logits, (B, K, N, M))
 
 
 def _check_shape(name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> None:

@@ -206,19 +206,22 @@ class StepByStep:
         window: (height, width) in pixels that a query sees, or None for the whole map.
         head_window: number of neighbouring heads that a query sees.
         head_border: "clip" or "wrap", see `Problem`.
-        evolved: (logits, prev_logits, feat_size) -> logits, replaces `evolution` in layers whose maps have padding.
     """
 
     local = False
     window: Size | None = None
     head_window = 1
     head_border = "clip"
-    evolved: Callable[[Tensor, Tensor, Size], Tensor] | None = None
 
     def logits_of(self, q: Tensor, k: Tensor, feat_size: Size) -> Tensor:
         """Return the logits before any evolution: q, k (B, K, N, D), q not scaled -> (B, K, N, N), or
         (B, K, N, head_window * N) with the neighbouring heads' keys."""
         raise NotImplementedError
+
+    def evolved(self, logits: Tensor, prev_logits: Tensor, feat_size: Size) -> Tensor:
+        """Return the logits evolved from the layer's own and the previous layer's, of the same shape."""
+        size = (feat_size,) if self.evolution.spatial else ()
+        return self.evolution(logits, prev_logits, *size)
 
     def attention_of(self, logits: Tensor, feat_size: Size) -> Tensor:
         """Return the probabilities of (evolved) logits, within the windows, of the same shape."""
@@ -248,39 +251,11 @@ class StepByStep:
             logits = logits + bias
         if self.evolution is not None:
             prev = logits if prev_logits is None else prev_logits
-            if self.evolved is not None:
-                logits = self.evolved(logits, prev, size)
-            elif self.evolution.spatial:
-                logits = self.evolution(logits, prev, size)
-            else:
-                logits = self.evolution(logits, prev)
+            logits = self.evolved(logits, prev, size)
         if self.head_window > 1:
             v = torch.cat(neighbours(v, self.head_window), dim=2)
         attn = self.attn_drop(self.attention_of(logits, size))
         return attn.to(v.dtype) @ v, logits if self.head_window == 1 else None
-
-
-class _ProblemEvolution:
-    """EA or PA with the gates and the convolution of a problem."""
-
-    spatial = False
-
-    def __init__(self, problem: Problem):
-        self.problem = problem
-
-    def __call__(self, logits: Tensor, prev_logits: Tensor) -> Tensor:
-        p = self.problem
-        return evolve_logits(logits, prev_logits, p.alpha, p.beta, p.predict, self.convolve)
-
-    def convolve(self, maps: Tensor) -> Tensor:
-        p = self.problem
-        if p.weight is None or p.num_prefix_tokens >= maps.shape[2]:
-            return maps
-        weight = p.weight.to(maps.dtype)
-        bias = p.bias.to(maps.dtype)
-        patches = among_patches(maps, p.num_prefix_tokens)
-        convolved = F.relu(F.conv2d(patches, weight, bias, padding="same"))
-        return with_prefix(maps, convolved, p.num_prefix_tokens)
 
 
 class _ProblemSteps(StepByStep):
@@ -292,7 +267,7 @@ class _ProblemSteps(StepByStep):
         self.window = problem.window
         self.head_window = problem.head_window
         self.head_border = problem.head_border
-        self.evolution = None if problem.prev_logits is None else _ProblemEvolution(problem)
+        self.evolution = None if problem.prev_logits is None else evolve_logits
 
     def attn_drop(self, attn: Tensor) -> Tensor:
         return F.dropout(attn, self.problem.dropout_p)
@@ -300,6 +275,21 @@ class _ProblemSteps(StepByStep):
     def logits_of(self, q: Tensor, k: Tensor, feat_size: Size) -> Tensor:
         p = self.problem
         return own_logits(q, k, p.height_rel, p.width_rel, p.scale, feat_size, p.head_window)
+
+    def evolved(self, logits: Tensor, prev_logits: Tensor, feat_size: Size) -> Tensor:
+        """Compute EA or PA with the problem's gates and convolution."""
+        p = self.problem
+        return self.evolution(logits, prev_logits, p.alpha, p.beta, p.predict, self.convolve)
+
+    def convolve(self, maps: Tensor) -> Tensor:
+        p = self.problem
+        if p.weight is None or p.num_prefix_tokens >= maps.shape[2]:
+            return maps
+        weight = p.weight.to(maps.dtype)
+        bias = p.bias.to(maps.dtype)
+        patches = among_patches(maps, p.num_prefix_tokens)
+        convolved = F.relu(F.conv2d(patches, weight, bias, padding="same"))
+        return with_prefix(maps, convolved, p.num_prefix_tokens)
 
 
 class Reference(Implementation):

@@ -58,29 +58,39 @@ class _Follow(TorchFunctionMode):
         return result
 
 
-def class_logits(
-    model: nn.Module, output: Any, classes: Sequence[int] | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return a network's logits (B, classes) with gradients, and the class of each image (B,).
+@torch.inference_mode(False)
+@torch.enable_grad()
+def class_scores(
+    model: nn.Module, batch: Tensor, classes: Sequence[int] | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Run a network that gives logits (B, classes), or an object with `.logits`.
 
     Args:
-        output: of the network: logits, or an object with `.logits`.
+        batch: (B, C, H, W).
         classes: one for each image; None: the predicted ones.
+
+    Returns:
+        the network's input and the sum of the classes' logits, between which autograd computes gradients; the logits;
+        the classes (B,).
 
     Raises:
         UsageError: there are no such logits, they have no gradients, or they lack a class.
     """
+    x = batch.detach().clone().requires_grad_()
+    output = model(x)
     logits = getattr(output, "logits", output)  # transformers' models have them inside
     if not isinstance(logits, Tensor) or logits.ndim != 2 or not logits.requires_grad:
         raise UsageError(
             f"a network that gives logits (images, classes) with gradients is required, got {type(model).__name__}"
         )
-    if classes is None:
-        return logits, logits.argmax(1)
     count = logits.shape[1]
-    if not all(index in range(count) for index in classes):
+    if classes is None:
+        numbers = logits.argmax(1)
+    elif all(index in range(count) for index in classes):
+        numbers = torch.tensor(classes, device=logits.device)
+    else:
         raise UsageError(f"a class must lie between 0 and {count - 1}, got {list(classes)}")
-    return logits, torch.tensor(classes, device=logits.device)
+    return x, logits.gather(1, numbers[:, None]).sum(), logits, numbers
 
 
 def add_class_evidence(
@@ -89,7 +99,7 @@ def add_class_evidence(
     """Add the part EVIDENCE, (B, K, T, T), to the maps of each recorded layer.
 
     Args:
-        model, classes: see `class_logits`.
+        model, classes: see `class_scores`.
         batch: (B, C, H, W), the images of which `maps` were recorded, with all heads.
         maps: with "attn".
 
@@ -97,25 +107,21 @@ def add_class_evidence(
         the logits, (B, classes).
 
     Raises:
-        UsageError: see `class_logits`, and a layer whose maps do not act through one softmax.
+        UsageError: see `class_scores`, and a layer whose maps do not act through one softmax.
     """
     follow = _Follow()
-    with Hooks() as hooks, torch.inference_mode(False), torch.enable_grad(), evaluating(model):
+    with Hooks() as hooks, evaluating(model):
         for layer in maps.values():
             module = model.get_submodule(layer.name)
             enter = partial(follow.enter, layer.name)
             hooks.add(module.register_forward_pre_hook, enter)
             hooks.add(module.register_forward_hook, lambda *_: follow.running.pop())
-        x = batch.detach().clone().requires_grad_()
         with use_implementation("reference"), follow:
-            output = model(x)
-    logits, numbers = class_logits(model, output, classes)
+            _, total, logits, _ = class_scores(model, batch, classes)
     without = [str(layer) for layer in maps.values() if layer.name not in follow.formed]
     if without:
         raise UsageError(f"attention layer {without[0]} forms no map with gradients: choose others")
     tensors = [tensor for tensor, _ in follow.formed.values()]
-    with torch.enable_grad():
-        total = logits.gather(1, numbers[:, None]).sum()
     gradients = torch.autograd.grad(total, tensors, allow_unused=True)
     for layer, (tensor, value), gradient in zip(
         maps.values(), follow.formed.values(), gradients, strict=True

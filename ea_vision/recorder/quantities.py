@@ -132,10 +132,9 @@ def own_alone(layer: LayerMaps, module: nn.Module) -> Tensor | None:
     evolution = module.evolution
     if "alpha" not in evolution.gates():
         return None
-    size = [layer.feat_size] if evolution.spatial else []
 
     def attention() -> Tensor:
-        logits = evolution(own, previous, *size)
+        logits = module.evolved(own, previous, layer.feat_size)
         return module.attention_of(logits, layer.feat_size)
 
     with torch.no_grad():

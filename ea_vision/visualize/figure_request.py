@@ -22,6 +22,7 @@ Invalid arguments raise UsageError (a ValueError), which names what was required
 """
 
 import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -278,19 +279,15 @@ class FigureRequest:
         self.style = style_of(style, style_fields)
         self.width = check_width(width)
         self.queries = [] if queries is None else list(map(text_of, _listed(queries)))
-        self.some = some
         self.default_layers = layers is None
+        self.most_layers = MOST_LAYERS if some and self.default_layers else sys.maxsize
         self.models = as_models(models, processor=processor, mean=mean, std=std)
         text = ALL if layers is None else text_of(layers)
         self.selected = [parse_layers(text, model) for model in self.models]
-        self.layers = list(map(self._drawn, self.selected))
+        self.layers = [spread(layers, self.most_layers) for layers in self.selected]
         if heads is None:
             heads = MEAN if len(self.models) > 1 else f"{ALL},{MEAN}"
         self.head_text = text_of(heads)
-
-    def _drawn(self, layers: list[AttentionLayer]) -> list[AttentionLayer]:
-        """Return the layers to draw, of those that were selected and have the queries."""
-        return spread(layers) if self.some and self.default_layers else layers
 
     @property
     def numbers(self) -> list[list[int]]:
@@ -308,7 +305,7 @@ class FigureRequest:
                 maps = record(model, image, layers).maps
                 asking = [layer for layer in layers if self._has_queries(maps[layer.number])]
                 # if none has the queries, drawing them raises the error
-                self.layers[index] = self._drawn(asking or layers)
+                self.layers[index] = spread(asking or layers, self.most_layers)
                 recording = record(model, image, self.layers[index], parts)
             recordings.append(recording)
         return recordings

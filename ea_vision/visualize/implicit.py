@@ -14,7 +14,7 @@ from torchvision.transforms.v2.functional import crop
 
 from ea_vision.base.errors import UsageError
 from ea_vision.models.modes import evaluating
-from ea_vision.recorder.class_evidence import class_logits
+from ea_vision.recorder.class_evidence import class_scores
 from ea_vision.recorder.recording import recordable_layers
 from ea_vision.recorder.selection import parse_layers
 from ea_vision.visualize.figure_request import (
@@ -51,11 +51,8 @@ def input_jacobian(
     Raises:
         UsageError: a class that the model does not have, a model that does not classify or has no gradients (ONNX).
     """
-    with torch.inference_mode(False), torch.enable_grad():
-        x = batch.detach().clone().requires_grad_()
-        output = model(x)
-        logits, [index] = class_logits(model, output, None if target is None else [target])
-        (gradient,) = torch.autograd.grad(logits[0, index], x)
+    x, score, _, [index] = class_scores(model, batch, None if target is None else [target])
+    [gradient] = torch.autograd.grad(score, x)
     return gradient[0].abs().amax(0), int(index)
 
 
