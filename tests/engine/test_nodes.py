@@ -11,8 +11,8 @@ import sys
 import time
 from contextlib import closing
 from functools import partial
+from pathlib import Path
 
-import psutil
 import pytest
 
 from ea_vision.engine import checkpoint, run, run_folder, train_imagenet
@@ -170,8 +170,9 @@ class Agents:
             process.wait()
 
     def trainers(self, process):
-        children = psutil.Process(process.pid).children()
-        return [child.pid for child in children if str(SCRIPT) in child.cmdline()]
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+        commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children.split()}
+        return [int(pid) for pid, command in commands.items() if b"train_imagenet" in command]
 
     def wait(self):
         return [self.running[number].wait(400) for number in sorted(self.running)]

@@ -15,7 +15,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 from torch.testing import assert_close
 
-from ea_vision import deploy, evolve, record_attention, unevolve
+from ea_vision import deploy, evolve, unevolve
 from ea_vision.layers import attention_layers, learnable_gates
 from ea_vision.sizes import count
 from tests.models.test_vision_transformer import fused as set_fused
@@ -32,6 +32,7 @@ from tests.models.zoo import (
     stepped,
     stirred,
 )
+from tests.recorder.networks import recorded
 from tests.refused import refused
 from tests.slow import slow_but
 
@@ -266,7 +267,6 @@ def test_packed_images_have_no_token_convolution():
 def test_recorded_maps_weigh_the_values(name, kind):
     """The recorded map times the values is the output of attention."""
     evolved = stirred(evolve(create(name), kind))
-    x = images(*size_of(name))
     seen = []
     for attn in attention_layers(evolved):
 
@@ -277,14 +277,11 @@ def test_recorded_maps_weigh_the_values(name, kind):
             return out
 
         attn.attended = attended
-    expected = evolved(x)
-    seen.clear()
-    with record_attention(evolved) as maps:
-        assert torch.equal(evolved(x), expected)
+    maps = recorded(evolved, images(*size_of(name)))
     if "cait" in name and kind != "talking_heads":
         return  # CaiT's recorded map is the one before its own mixing
-    assert len(seen) == 3
-    for (values, out), layer in zip(seen, maps.values(), strict=False):
+    assert len(seen) == 6  # without and with the recording
+    for (values, out), layer in zip(seen[3:], maps.values(), strict=False):
         heads = layer.attn @ values
         assert_near(heads.transpose(1, 2).flatten(2), out)
 

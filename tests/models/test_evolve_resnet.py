@@ -33,6 +33,7 @@ from tests.models.zoo import (
     with_statistics,
     woken,
 )
+from tests.recorder.networks import recorded
 from tests.refused import refused
 
 TIMM = {
@@ -152,8 +153,7 @@ def test_an_evolved_network_is_traced_checkpointed_deployed_and_recorded(name):
     assert_fx_agrees(model, x)
     expected = model(x)
     assert_close(ea_vision.deploy(model)(x), expected, atol=1e-4, rtol=1e-4)
-    with ea_vision.record_attention(model) as maps:
-        assert_close(model(x), expected)
+    maps = recorded(model, x)
     assert len(maps) == len(layers_of(model))
     pixels = [maps[number].attn.shape[-1] for number in maps]
     last = 2 if name == "resnet18d" else 1  # layers in the last stage
