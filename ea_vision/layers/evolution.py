@@ -115,11 +115,7 @@ class Evolution(nn.Module):
         start.pop("learnable", None)
         if not gates or gates.keys() != start.keys():
             return False
-        for name, gate in gates.items():
-            is_at_start = torch.as_tensor(gate) == start[name]
-            if not is_at_start.all():
-                return False
-        return True
+        return all((torch.as_tensor(gate) == start[name]).all() for name, gate in gates.items())
 
 
 def register_evolution(name: str) -> Callable[[type[Evolution]], type[Evolution]]:
@@ -230,8 +226,8 @@ def create_evolution(
     if "start" in unknown and cls is not None:
         raise ValueError(f"start must be 'identity' or 'paper', got {start!r}")
     if unknown:
-        has = f"has {', '.join(option_names)}" if option_names else "has no options"
-        raise ValueError(f"evolution={kind!r} {has}; got {', '.join(unknown)}")
+        has = ", ".join(option_names) or "no options"
+        raise ValueError(f"evolution={kind!r} has {has}; got {', '.join(unknown)}")
     if cls is None:
         return None
     if channels is not None and "channels" in inspect.signature(cls).parameters:

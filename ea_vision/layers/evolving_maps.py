@@ -109,13 +109,13 @@ class EvolvingMaps(StepByStep):
         """Raise ValueError if parameters that the evolution reads outside of its `forward` are offloaded."""
         evolution = self.evolution
         mixes = evolution is not None and (evolution.mixes_attn or evolution.mixes_output)
-        if mixes and is_altered(evolution):
-            if any(parameter.is_meta for parameter in evolution.parameters(recurse=False)):
-                name = type(self).__name__
-                raise ValueError(
-                    f"weights of {type(evolution).__name__} are offloaded while its maps are computed: accelerate "
-                    f"must load those of a layer together, preload_module_classes=[{name!r}]"
-                )
+        if not mixes or not is_altered(evolution):
+            return
+        if any(parameter.is_meta for parameter in evolution.parameters(recurse=False)):
+            raise ValueError(
+                f"weights of {type(evolution).__name__} are offloaded while its maps are computed: accelerate must "
+                f"load those of a layer together, preload_module_classes=[{type(self).__name__!r}]"
+            )
 
     def _operands(self, prev_logits: Tensor | None) -> Operands | None:
         """Return the keywords with which `evolving_attention` computes the evolution.

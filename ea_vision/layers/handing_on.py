@@ -10,8 +10,7 @@ thread at a time may run them.
 import copy
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -221,16 +220,6 @@ class HandingBlock:
             if handed is not None:
                 relay.hand_on(y, handed)
         return result
-
-
-@contextmanager
-def one_forward(relay: Relay) -> Iterator[None]:
-    """Run parts of a network by hand as in its forward."""
-    relay.begin()
-    try:
-        yield
-    finally:
-        relay.end()
 
 
 def remove_hooks(module: nn.Module) -> None:

@@ -26,15 +26,6 @@ from ea_vision.ops.reference import own_logits
 from ea_vision.ops.rel_pos import tables_on_map
 
 
-def _check_widths(num_heads: int, **widths: int) -> None:
-    """Raise ValueError unless num_heads divides each width."""
-    for name, width in widths.items():
-        if num_heads < 1 or width < num_heads or width % num_heads:
-            raise ValueError(
-                f"{name} must be a positive multiple of num_heads={num_heads}, got {width}"
-            )
-
-
 class PixelAttention(PositionTables, EvolvingMaps):
     """The attention branch of an augmented convolution: a mixin for `nn.Module`."""
 
@@ -81,7 +72,11 @@ class PixelAttention(PositionTables, EvolvingMaps):
                 softmax (CSAN).
             head_border: "clip": the first and the last heads have fewer neighbours; "wrap": the heads form a ring.
         """
-        _check_widths(num_heads, dim_qk=dim_qk, dim_v=dim_v)
+        for name, width in (("dim_qk", dim_qk), ("dim_v", dim_v)):
+            if num_heads < 1 or width < num_heads or width % num_heads:
+                raise ValueError(
+                    f"{name} must be a positive multiple of num_heads={num_heads}, got {width}"
+                )
         if len(feat_size) != 2 or min(feat_size) < 1:
             raise ValueError(
                 f"feat_size must be a positive (height, width), got {tuple(feat_size)}"

@@ -290,14 +290,6 @@ class SequenceMaps(MapsAttention, nn.Module):
                 f"got {queries} of {rows} queries"
             )
 
-    def checked_size(self, feat_size: Size | None, tokens: int) -> Size:
-        """Return (H, W) of the patches, checked against the number of tokens, or (1, tokens) for a sequence, and for
-        kinds that do not depend on places."""
-        if feat_size is None or self.chain.kind is None or self.chain.kind in POINTWISE:
-            return 1, tokens
-        check_grid(feat_size, self.prefix_tokens, tokens)
-        return feat_size
-
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, reading: Reading, scale: float, dropout: float
     ) -> Tensor:
@@ -310,7 +302,10 @@ class SequenceMaps(MapsAttention, nn.Module):
         N = k.shape[2]
         tokens, cache = chain.inputs.pop(thread, (None, None))
         handed = chain.before(self.number)
-        feat_size = self.checked_size(handed.feat_size, Q)
+        feat_size = (1, Q)  # of sequences, and for kinds that do not depend on places
+        if handed.feat_size is not None and chain.kind not in (None, *POINTWISE):
+            feat_size = handed.feat_size
+            check_grid(feat_size, self.prefix_tokens, Q)
         if self.evolution is not None:
             self.check_rows(Q, N, cache)
             if self.causal == "self" and reading.allowed is None and Q > 1:

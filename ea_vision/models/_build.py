@@ -67,7 +67,7 @@ def register_networks(
             trained = {}
             if pretrained:
                 kwargs = _choose_plain_weights(name, network, kwargs)
-                trained = _trained_with(name, network, model_cls, kwargs)
+                trained = _trained_with(name, model_cls, kwargs)
             keywords = {**network.kwargs, **trained, **kwargs}
             model = build_network(model_cls, name, pretrained, **keywords)
             # needed to build it again; timm's configuration has no field for it
@@ -86,7 +86,7 @@ def register_networks(
 
 
 def _trained_with(
-    name: str, network: Network, model_cls: type[nn.Module], kwargs: Mapping[str, Any]
+    name: str, model_cls: type[nn.Module], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the keywords of the weights that timm will load, except those that the network or the caller sets.
 
@@ -97,7 +97,7 @@ def _trained_with(
     if weights is None:
         return {}
     source, trained = weights
-    keywords = {**network.kwargs, **kwargs}
+    keywords = {**get_network(name).kwargs, **kwargs}
     opening = f"the weights {source} were trained with"
     check_agreement(opening, trained, keywords, defaults_of(model_cls))
     return {
@@ -204,11 +204,11 @@ def name_plain(plain: nn.Module) -> None:
 
 def list_networks(module: str | None = None) -> list[str]:
     """Return the names of our networks, from one family's file ("attn_resnet") or all, in order of registration."""
-    names = []
-    for name, (home, _) in _NETWORKS.items():
-        if module is None or home.split(".")[-1] == module:
-            names.append(name)
-    return names
+    return [
+        name
+        for name, (home, _) in _NETWORKS.items()
+        if module is None or home.split(".")[-1] == module
+    ]
 
 
 def get_network(name: str) -> Network:

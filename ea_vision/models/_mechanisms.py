@@ -159,10 +159,11 @@ class Mechanisms:
 
 def check_idle(model: nn.Module) -> None:
     """Raise UsageError if a mechanism of a network changes anything; the message names the first."""
-    active = []
-    for name, module in model.named_modules():
-        if hasattr(module, "changes_nothing") and not module.changes_nothing():
-            active.append(name)
+    active = [
+        name
+        for name, module in model.named_modules()
+        if hasattr(module, "changes_nothing") and not module.changes_nothing()
+    ]
     if active:
         raise UsageError(
             "all gates must be 0, or mechanisms at their identity start, for the plain network to compute the same; "

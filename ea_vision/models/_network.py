@@ -6,14 +6,13 @@ quotes the papers' figures for them. A file outside this package can do the same
 Shape letters: B batch, C channels, H x W image or map, N = H*W pixels of a map, K heads.
 """
 
-from collections.abc import Collection
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from ea_vision.layers import AugmentedConv2d, Evolution
-from ea_vision.layers.handing_on import one_forward
 from ea_vision.models._attention_config import to_size
 from ea_vision.models._stages import AttnStage, Step, TensorStage, received
 from ea_vision.ops import Size
@@ -48,9 +47,14 @@ class ChainedNetwork:
         """Compute the output of `forward_features` from the last feature; by default it is that feature."""
         return x
 
-    def one_forward(self) -> AbstractContextManager:
-        """Return a context in which stages that are called one by one hand maps on as in the network's own forward."""
-        return one_forward(self.relay)
+    @contextmanager
+    def one_forward(self) -> Iterator[None]:
+        """Inside the block, stages that are called one by one hand maps on as in the network's own forward."""
+        self.relay.begin()
+        try:
+            yield
+        finally:
+            self.relay.end()
 
     def run_steps(
         self, x: Tensor, count: int, take_indices: Collection[int] = ()

@@ -23,10 +23,11 @@ def input_channels(model: nn.Module) -> int:
     first = dict(model.named_modules()).get(str(config.get("first_conv")))  # as timm names it
     if isinstance(first, nn.Conv2d):
         return first.in_channels // math.prod(moved)
-    convolutions = []
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Conv2d) and ".evolution." not in name:  # evolutions take maps
-            convolutions.append(module.in_channels)
+    convolutions = [
+        module.in_channels
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Conv2d) and ".evolution." not in name  # evolutions take maps
+    ]
     channel_counts = [channels for channels in convolutions if channels <= COMMON_CHANNELS]
     if channel_counts:
         return channel_counts[0]

@@ -184,10 +184,11 @@ def _check_evolution(model: nn.Module, state: dict[str, Tensor], prefix: str, *_
     if note is None or note["model"] != EVOLVED:
         return
     trained = {"kind": "ea", **(note["model_kwargs"].get("evolution") or {})}
-    stated = {}
-    for key, value in fixed(model._model_args["evolution"], model).items():
-        if key == "kind" or None not in (trained.get(key), value):  # None: not said
-            stated[key] = value
+    stated = {
+        key: value
+        for key, value in fixed(model._model_args["evolution"], model).items()
+        if key == "kind" or None not in (trained.get(key), value)  # None: not said
+    }
     check_agreement("the weights were trained with evolution", trained, stated)
 
 

@@ -44,8 +44,7 @@ def _fields(**names: str) -> list[tuple[str, type]]:
     """Return a struct's fields from their names, grouped by ctypes type."""
     fields = []
     for kind, several in names.items():
-        for name in several.split():
-            fields.append((name, getattr(ctypes, kind)))
+        fields += [(name, getattr(ctypes, kind)) for name in several.split()]
     return fields
 
 

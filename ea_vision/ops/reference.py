@@ -52,9 +52,10 @@ def own_logits(
     head's `neighbours`: (B, K, N, head_window * M).
     """
     if head_window > 1:
-        by_neighbour = []
-        for keys in neighbours(k, head_window):
-            by_neighbour.append(own_logits(q, keys, height_rel, width_rel, scale, feat_size))
+        by_neighbour = [
+            own_logits(q, keys, height_rel, width_rel, scale, feat_size)
+            for keys in neighbours(k, head_window)
+        ]
         return torch.cat(by_neighbour, dim=-1)
     B, K, N, D = q.shape
     H, W = feat_size

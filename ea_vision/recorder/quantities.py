@@ -245,10 +245,7 @@ def measure(
     measured = []
     for number, parts in batches_of_layer.items():
         layer = maps[number]
-        values = {}
-        for name in parts[0]:
-            values_of_batches = [part[name] for part in parts]
-            values[name] = torch.cat(values_of_batches).cpu()
+        values = {name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]}
         energies = values.pop("energies")
         cell = _cell_in_pixels(layer, images)
         uniform = layer.sees().float()[None, None]

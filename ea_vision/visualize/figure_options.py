@@ -47,7 +47,8 @@ def make_parser(
         suffixes: allowed suffixes of the file; without PNG (a page) --width and --dpi are left out.
     """
     parser = _FigureParser(description=description, epilog="examples:\n" + examples)
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--model",
         action="extend",
         type=parse_targets,
@@ -56,14 +57,14 @@ def make_parser(
         f"{DEMO[0]})",
     )
     add_options(parser, "--random", "--img-size", "--device")
-    parser.add_argument(
+    add(
         "--layers",
         metavar="1,2|3-5|all",
         help="attention layers, counted from 1 in forward order, or their module names (default: all "
         f"that have the queries{f', at most {MOST_LAYERS} that fit a page' if some else ''})",
     )
     if heads is not None:
-        parser.add_argument(
+        add(
             "--heads",
             default=heads or None,
             metavar="0,1|all|mean",
@@ -71,7 +72,7 @@ def make_parser(
             f"{heads or 'all,mean; with several models mean'})",
         )
     if queries:
-        parser.add_argument(
+        add(
             "--queries",
             nargs="+",
             metavar="Y,X|cls|all",
@@ -80,7 +81,7 @@ def make_parser(
             "query1, ...: those of a detector's objects "
             "(default: points on a diagonal, or the middle for one)",
         )
-    parser.add_argument(
+    add(
         "-o",
         "--output",
         default=output,
@@ -89,21 +90,21 @@ def make_parser(
         "images each gets its own file, with its name added (default: %(default)s)",
     )
     if PICTURES[0] in suffixes:
-        parser.add_argument(
+        add(
             "--width",
             type=float,
             metavar="3.3|6.75|N",
             help="width of the figure in inches; text keeps its 7 to 9 points, tiles shrink (default: as "
             "wide as needed, at most 6.75)",
         )
-        parser.add_argument(
+        add(
             "--dpi",
             type=positive,
             default=150,
             help="dots per inch of PNG pictures (default: %(default)s)",
         )
     if "style" in style:
-        parser.add_argument(
+        add(
             "--style",
             default=STYLE.style,
             choices=STYLES,
@@ -111,11 +112,9 @@ def make_parser(
             "below uniform, with a line at uniform attention (default: %(default)s)",
         )
     if "overlay" in style:
-        parser.add_argument(
-            "--bare", dest="overlay", action="store_false", help="draw the maps without the photo"
-        )
+        add("--bare", dest="overlay", action="store_false", help="draw the maps without the photo")
     if "scale" in style:
-        parser.add_argument(
+        add(
             "--scale",
             default=STYLE.scale,
             choices=SCALES,
@@ -124,20 +123,20 @@ def make_parser(
             "figure has one (default: %(default)s)",
         )
     if "cmap" in style:
-        parser.add_argument(
+        add(
             "--cmap",
             metavar="NAME",
             help="a colour map of matplotlib's (default: viridis for attention, cividis for logits)",
         )
     if "opacity" in style:
-        parser.add_argument(
+        add(
             "--opacity",
             type=float,
             default=STYLE.opacity,
             metavar="0..1",
             help="opacity of the maps over the photo (default: %(default)s)",
         )
-    parser.add_argument(
+    add(
         "images",
         nargs="*",
         default=[],

@@ -1,6 +1,6 @@
 """The evolutions of this folder: importing this file registers them."""
 
-from ea_vision.layers.across import (
+from ea_vision.layers.across import (  # noqa: F401
     conv2d,
     mta,
     output,
@@ -10,5 +10,3 @@ from ea_vision.layers.across import (
     talking_heads,
     uniform,
 )
-
-MECHANISMS = (conv2d, mta, output, reattention, refiner, residual, talking_heads, uniform)

@@ -82,8 +82,5 @@ class MultiTokenAttention(Evolution):
     def changes_nothing(self) -> bool:
         num_heads = len(self.heads_before)
         start = type(self)(num_heads, self.conv_before.shape[2:], self.heads_after.shape[1])
-        for now, then in zip(self.parameters(), start.parameters(), strict=True):
-            value = now.detach().cpu().float()
-            if not torch.equal(value, then):
-                return False
-        return True
+        pairs = zip(self.parameters(), start.parameters(), strict=True)
+        return all(torch.equal(now.detach().cpu().float(), then) for now, then in pairs)
