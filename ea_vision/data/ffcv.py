@@ -19,10 +19,9 @@ from torch import Tensor
 from ea_vision.base.processes import usable_cpus
 from ea_vision.data.augment import normalize
 from ea_vision.data.beton import require_ffcv
-from ea_vision.data.imagenet import AHEAD, MOST_BY_DEFAULT, ImageTrainLoader
+from ea_vision.data.imagenet import AHEAD, MOST_BY_DEFAULT, Decoded, ImageTrainLoader
 
 RATIO = np.array([3 / 4, 4 / 3])  # smallest and largest ratio of width to height of a training crop
-Decoded = tuple[Tensor, list[int], dict[int, str]]  # images, targets, errors by place in the batch
 
 
 @functools.cache

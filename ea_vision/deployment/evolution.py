@@ -59,7 +59,7 @@ class FoldedEvolution(nn.Module):
         dtype = convs[0].weight.dtype if convs else torch.float32
         self._keep("prev", alpha / unit, 1, dtype)
         self._keep("rest", (1 - beta) * unit, 0, dtype)
-        self._keep("passing", share * unit, None, dtype)
+        self._buffer("passing", (share * unit).to(dtype))
         self._keep("sign", share.sign(), 1, dtype)
         self.phases = [*(phases for phases in (4, 2) if phases * num_heads <= BLOCK), 1]
         for number, conv in enumerate(convs):
@@ -78,12 +78,9 @@ class FoldedEvolution(nn.Module):
     def _buffer(self, name: str, value: Tensor | None) -> None:
         self.register_buffer(name, value, persistent=False)
 
-    def _keep(self, name: str, gain: Tensor, idle: float | None, dtype: torch.dtype) -> None:
+    def _keep(self, name: str, gain: Tensor, idle: float, dtype: torch.dtype) -> None:
         """Keep a factor as a buffer, or None if it is `idle` for all heads, which changes nothing."""
-        if idle is not None and bool((gain == idle).all()):
-            self._buffer(name, None)
-        else:
-            self._buffer(name, gain.to(dtype))
+        self._buffer(name, None if (gain == idle).all() else gain.to(dtype))
 
     def _convolve(self, maps: Tensor) -> Tensor:
         """Apply all convolutions to maps (B, K, N, N), each with its activation.

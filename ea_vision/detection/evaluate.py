@@ -109,9 +109,8 @@ def coco_metrics(
 def _per_class(ground_truth: dict, evaluation) -> list[dict]:
     """Return one row per class: class, objects, AP, AP50."""
     names = {category["id"]: category["name"] for category in ground_truth["categories"]}
-    objects: Counter[int] = Counter()
-    for row in ground_truth["annotations"]:
-        objects[row["category_id"]] += not row["iscrowd"]
+    annotations = ground_truth["annotations"]
+    objects = Counter(row["category_id"] for row in annotations if not row["iscrowd"])
     # thresholds from 0.5, recalls, classes; all areas, 100 detections
     precision = evaluation.eval["precision"][..., 0, -1]
     rows = []

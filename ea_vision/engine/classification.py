@@ -108,12 +108,12 @@ class ClassificationTrainer(Trainer):
     watches = True
     evaluate = staticmethod(evaluate)
 
-    def __init__(self, data, *args):
-        super().__init__(data, *args)
+    def __post_init__(self):
+        super().__post_init__()
         config = self.config
         self.mix = self.erase = self.teacher = None
         if config.teacher:
-            self.teacher = create_teacher(data).to(self.world.device)
+            self.teacher = create_teacher(self.data).to(self.world.device)
             statistics = image_statistics(self.teacher)
             self.teacher_statistics = torch.tensor(statistics, device=self.world.device)
         if config.mixes:
@@ -121,7 +121,7 @@ class ClassificationTrainer(Trainer):
                 config.mixup,
                 config.cutmix,
                 label_smoothing=config.smoothing,
-                num_classes=len(data.classes),
+                num_classes=len(self.data.classes),
             )
         if config.reprob:
             self.erase = RandomErasing(config.reprob, mode=config.remode, device=self.world.device)

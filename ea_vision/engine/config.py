@@ -512,19 +512,19 @@ def _checked(name: str, value: Any, kind: Any, rules: SimpleNamespace) -> Any:
     read, _ = KINDS[kind]
     if value is None and rules.default == "":
         return ""
+    requirement = f"of type {getattr(kind, '__name__', kind)}"
+    if kind == float | str:
+        requirement = "a number, or a percentage up to 100%"
+    if rules.choices:
+        requirement = f"one of {', '.join(rules.choices)}"
     try:
-        if isinstance(value, bool) != (kind is bool):
+        if isinstance(value, bool) != (kind is bool):  # YAML reads off as false
             raise TypeError
         value = read(value)
+        if rules.choices and value not in rules.choices:
+            raise ValueError
     except (TypeError, ValueError, ArithmeticError) as error:
-        requirement = f"of type {getattr(kind, '__name__', kind)}"
-        if kind == float | str:
-            requirement = "a number, or a percentage up to 100%"
-        if rules.choices:  # YAML reads off as false
-            requirement = f"one of {', '.join(rules.choices)}"
         raise UsageError(f"{name} must be {requirement}, got {value!r}") from error
-    if rules.choices and value not in rules.choices:
-        raise UsageError(f"{name} must be one of {', '.join(rules.choices)}, got {value!r}")
     for number in value if isinstance(value, list) else [value]:
         if isinstance(number, (int, float)):
             _check_number(name, number, rules)
@@ -581,8 +581,7 @@ def lay_over(options: dict, above: dict) -> None:
     merged = {}
     for key in ("model_kwargs", "opt_kwargs"):
         merged[key] = {**(options.get(key) or {}), **(above.get(key) or {})}
-    options.update(above)
-    options.update(merged)
+    options.update(above, **merged)
 
 
 def load_recipe(name: str) -> dict:

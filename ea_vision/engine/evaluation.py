@@ -85,12 +85,10 @@ def options_of(schema: type, source: Source, given: dict) -> Any:
         raise UsageError(
             f"--evaluate {target} needs the trainer of {origin}: ea-vision {trainer} --evaluate {target}"
         )
-    options = {"model": source.name}
-    if source.run is not None:
-        options = {"model_kwargs": {}, **source.options}
-    elif source.weights is not None:
+    options = {"model": source.name, **source.options}
+    if source.weights is not None:
         kwargs = {key: value for key, value in source.kwargs.items() if key not in DATA_KEYWORDS}
-        options = {**options, "model_kwargs": kwargs, **source.options}
+        options.setdefault("model_kwargs", kwargs)
         if "img_size" in source.kwargs:  # all that some weights say
             options.setdefault("img_size", source.kwargs["img_size"])
     for key in options.keys() & {"model", "model_kwargs"}:

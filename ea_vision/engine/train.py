@@ -111,12 +111,13 @@ def buffers_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: saved[name].cpu() for name, _ in model.named_buffers() if name in saved}
 
 
+@dataclass(eq=False)
 class Trainer:
     """A run: model, data and run folder, and everything a checkpoint holds.
 
-    Args:
+    Attributes:
         data: the data module of the run, with its options and processes.
-        model: with its initial weights, on the device of the processes.
+        model: on the device of the processes; an argument has its initial weights.
         train_loader: `batches(epoch, first)` yields this process's (images, targets, ids) from batch `first` on;
             `len()` is the number of batches in an epoch, the same for all processes.
         eval_loader: `batches()` yields the same of all batches, every image once over all processes.
@@ -138,26 +139,21 @@ class Trainer:
     waits. `best_model` is evaluated and exported: the averaged weights if there are any, else the model.
     """
 
+    data: DataModule
+    model: nn.Module
+    train_loader: Any
+    eval_loader: Any
+    folder: Path
+    stop: StopRequest
+
     measures = run_folder.MEASURES
     quality = "accuracy"
     watches = False
 
-    def __init__(
-        self,
-        data: DataModule,
-        model: nn.Module,
-        train_loader,
-        eval_loader,
-        folder: Path,
-        stop: StopRequest,
-    ):
-        self.data = data
-        self.config = config = data.config
-        self.world = world = data.world
-        self.folder = folder
-        self.stop = stop
-        self.train_loader = train_loader
-        self.eval_loader = eval_loader
+    def __post_init__(self):
+        self.config = config = self.data.config
+        self.world = world = self.data.world
+        model = self.model
         self.watch = MapsWatch()
         self._count_updates()
         if config.sync_bn:
