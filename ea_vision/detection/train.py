@@ -154,17 +154,16 @@ class CocoDetection(DataModule):
     def __init__(self, config: DetectionConfig, world: World, training: bool):
         super().__init__(config, world, training)
         require_pycocotools()
-        self.test = CocoFolder(config.data_dir, "val")
+        self.test = self.evaluated = CocoFolder(config.data_dir, "val")
         self.classes = self.test.classes
         self.fingerprint = self.test.fingerprint()
-        self.evaluated = self.test
         self.about = {
             "task": KIND,
             "category_ids": self.test.category_ids,
             "eval_data": self.test.name,
         }
         if training:
-            self._train_on(CocoFolder(config.data_dir, "train"), self.test, "categories")
+            self._train_on(CocoFolder(config.data_dir, "train"), "categories")
 
     @classmethod
     def check_places(cls, config: DetectionConfig) -> None:

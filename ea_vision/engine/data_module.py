@@ -63,15 +63,16 @@ class DataModule:
         self.preparation = preparation_of_run(vars(config))
         self.bad_images = BadImages(getattr(config, "max_bad_images", 0))
 
-    def _train_on(self, train, evaluated, classes: str = "classes") -> None:
-        """Set the attributes of sources of images, to train on and to evaluate on; each has a name, a fingerprint and
-        an attribute `classes`.
+    def _train_on(self, train, classes: str = "classes") -> None:
+        """Set the attributes of images to train on. Like `evaluated`, they have a name, a fingerprint and an attribute
+        `classes`.
 
         Raises:
             UsageError: they have other classes.
         """
-        first, second = (list(map(str, getattr(split, classes))) for split in (train, evaluated))
-        check_same_classes(train.name, first, evaluated.name, second)
+        splits = (train, self.evaluated)
+        first, second = (list(map(str, getattr(split, classes))) for split in splits)
+        check_same_classes(train.name, first, self.evaluated.name, second)
         self.train = train
         self.describe = train.describe
         own = train.fingerprint()

@@ -198,7 +198,7 @@ class ClassFolders(DataModule):
         self.fingerprint = self.evaluated.fingerprint()
         self.about = {"eval_data" if training else "data": self.evaluated.name}
         if training:
-            self._train_on(train, self.evaluated)
+            self._train_on(train)
 
     def _open(
         self,
