@@ -66,23 +66,32 @@ def folder(tmp_path):
     return tmp_path / "run"
 
 
-def continued(argv, folder, uninterrupted):
-    """Continue the run in `folder` with the same command, and compare it with the uninterrupted one."""
-    nothing_truncated(folder)
-    printed = train(argv)
-    nothing_truncated(folder)
-    same_result(folder, uninterrupted)
-    assert run_folder.read_config(folder)[1]["starts"] == progress(folder)["starts"]
-    assert not list(folder.rglob(".*.tmp")), "an interrupted write is cleared away"
-    return printed
+@pytest.fixture
+def go_on(argv, folder, uninterrupted):
+    """Continues the run in `folder` with the same command, and compares it with the uninterrupted one."""
 
-
-def killed(argv, folder, uninterrupted, *sabotages):
-    """Start the same command again and again, each time killed in another way, and then once more."""
-    for sabotage in sabotages:
-        train(argv, sabotage, code=KILLED)
+    def continued():
         nothing_truncated(folder)
-    continued(argv, folder, uninterrupted)
+        train(argv)
+        nothing_truncated(folder)
+        same_result(folder, uninterrupted)
+        assert run_folder.read_config(folder)[1]["starts"] == progress(folder)["starts"]
+        assert not list(folder.rglob(".*.tmp")), "an interrupted write is cleared away"
+
+    return continued
+
+
+@pytest.fixture
+def kill(argv, folder, go_on):
+    """Starts the same command again and again, each time killed in another way, and then once more."""
+
+    def killed(sabotages):
+        for sabotage in sabotages:
+            train(argv, sabotage, code=KILLED)
+            nothing_truncated(folder)
+        go_on()
+
+    return killed
 
 
 def progress(folder, name=checkpoint.LAST):
@@ -93,23 +102,18 @@ def progress(folder, name=checkpoint.LAST):
 # Among what `same_result` compares to the bit are the averaged weights (--model-ema-decay).
 # Updates 1 to 5 are the first epoch; checkpoints lie before 1 and after 2, 4, 5, 7, 9 and 10. Each start counts its own
 # updates: killed in update 1, 4, 7, 6 and 10 of the run, of which those since the last checkpoint are made again.
-def test_sigkill_during_training(argv, folder, uninterrupted):
-    killed(
-        argv,
-        folder,
-        uninterrupted,
-        *(SignalAfterUpdate(signal.SIGKILL, n) for n in (1, 4, 5, 1, 4)),
-    )
+def test_sigkill_during_training(kill):
+    kill(SignalAfterUpdate(signal.SIGKILL, n) for n in (1, 4, 5, 1, 4))
 
 
 @pytest.mark.parametrize("first", [1, 2, 3])
-def test_sigkill_during_checkpoint_writes(argv, folder, uninterrupted, first):
+def test_sigkill_during_checkpoint_writes(kill, first):
     """At every stage of three writes: the run's first, one inside an epoch, one at an epoch's end."""
     stages = [
         stage for stage in STAGES if (first, stage) != (1, "between")
     ]  # the first replaces none
     before = [HurtWrite("renamed", 1)] * (first - 1)
-    killed(argv, folder, uninterrupted, *before, *(HurtWrite(stage, 1) for stage in stages))
+    kill(before + [HurtWrite(stage, 1) for stage in stages])
 
 
 @pytest.mark.parametrize(
@@ -119,22 +123,24 @@ def test_sigkill_during_checkpoint_writes(argv, folder, uninterrupted, first):
         (run_folder.WEIGHTS, "epoch_0002.safetensors", run_folder.RESULTS),
     ],
 )
-def test_sigkill_during_other_writes(argv, folder, uninterrupted, names):
+def test_sigkill_during_other_writes(kill, names):
     writes = []
     for name in names:
         writes += [HurtWrite("half", 1, name), HurtWrite("renamed", 1, name)]
-    killed(argv, folder, uninterrupted, *writes)
+    kill(writes)
 
 
-def test_sigkill_between_the_last_epochs_best_and_last_checkpoint(argv, folder, uninterrupted):
+def test_sigkill_between_the_last_epochs_best_and_last_checkpoint(
+    argv, folder, uninterrupted, go_on
+):
     """best.ckpt alone says that the epochs are done: the run that continues writes last.ckpt."""
     assert progress(uninterrupted, checkpoint.BEST)["epoch"] == 2, "or it says nothing"
     train(argv, HurtWrite("renamed", 2, checkpoint.BEST), code=KILLED)
     assert progress(folder)["updates"] == 9
-    continued(argv, folder, uninterrupted)
+    go_on()
 
 
-def test_signals_finish_the_update_save_and_leave(argv, folder, uninterrupted):
+def test_signals_finish_the_update_save_and_leave(argv, folder, go_on):
     """TERM in the first epoch, Ctrl-C in the second, and TERM in an evaluation, which then runs again."""
     for sabotage, number, wanted in (
         (SignalAfterUpdate(signal.SIGTERM, 3), signal.SIGTERM, (0, 3, 3)),
@@ -148,7 +154,7 @@ def test_signals_finish_the_update_save_and_leave(argv, folder, uninterrupted):
         assert len(at["rows"]) == wanted[0]
         assert run_folder.read_results(folder) is None
     assert "Traceback" not in said
-    continued(argv, folder, uninterrupted)
+    go_on()
 
 
 def test_a_second_run_that_is_refused_leaves_the_folder_of_one_that_has_only_just_begun(folder):
@@ -172,14 +178,14 @@ def test_a_disk_that_becomes_read_only_does_not_hide_the_first_error(folder, mon
         raise RunError("cannot write")
 
 
-def test_kill_at_any_time_and_repeatedly(argv, folder, uninterrupted):
+def test_kill_at_any_time_and_repeatedly(argv, folder, go_on):
     """Kill from outside after 0.4, 0.6 and 0.8 seconds, then let the run complete."""
     for seconds in (0.4, 0.6, 0.8):
         process = start(argv, folder.with_suffix(".log"))
         process.join(seconds)
         process.kill()
         process.join()
-    continued(argv, folder, uninterrupted)
+    go_on()
 
 
 def test_resume_goes_on_from_an_older_checkpoint_when_the_newest_is_damaged(
@@ -221,7 +227,7 @@ def test_a_start_without_updates_is_not_kept():
         )
 
 
-def test_disk_full(argv, folder, uninterrupted):
+def test_disk_full(argv, folder, go_on):
     for name, nth in ((checkpoint.LAST, 3), (checkpoint.BEST, 1), (run_folder.WEIGHTS, 1)):
         printed = train(argv, HurtWrite("full", nth, name), code=1)
         error = printed.splitlines()[-1]
@@ -230,10 +236,10 @@ def test_disk_full(argv, folder, uninterrupted):
         assert "Traceback" not in printed
         assert not list(folder.glob(".*.tmp")), "what was written in vain is freed"
         saved(folder)
-    continued(argv, folder, uninterrupted)
+    go_on()
 
 
-def test_non_finite_loss_stops_and_says_where(argv, folder, uninterrupted):
+def test_non_finite_loss_stops_and_says_where(argv, folder, go_on):
     error = failure(argv, partial(spoil_loss, 4, 0))
     assert "update 4 of epoch 1" in error
     assert str(folder / checkpoint.LAST) in error
@@ -242,7 +248,7 @@ def test_non_finite_loss_stops_and_says_where(argv, folder, uninterrupted):
     assert len(report["samples"][0]) == 8
     assert all(name.endswith(".png") for name in report["samples"][0])
     assert progress(folder)["updates"] == 2
-    continued(argv, folder, uninterrupted)
+    go_on()
 
 
 @pytest.mark.parametrize("spoilt", ["conv1.0.weight", "bn1.running_var"])
