@@ -306,7 +306,7 @@ def weights_and_note(path: str) -> tuple[Path | None, dict[str, Any]]:
     weights = place / WEIGHTS if place.is_dir() else place
     if not weights.is_file():
         raise UsageError(
-            f"pretrained_path must be a file of weights or a run folder with {WEIGHTS}, got {path}"
+            f"pretrained_path must be a weights file or a run folder with {WEIGHTS}, got {path}"
         )
     note = read_config(place)[1] if place.is_dir() else read_note(place)
     return weights, note or {}
