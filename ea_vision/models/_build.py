@@ -195,8 +195,7 @@ def name_plain(plain: nn.Module) -> None:
     timms = get_network(name).plain or name.partition("_")[2]
     if not is_model(timms):  # the plain network is one of this package
         return
-    plain.pretrained_cfg = {**cfg, "architecture": timms}
-    plain.default_cfg = plain.pretrained_cfg
+    plain.pretrained_cfg = plain.default_cfg = {**cfg, "architecture": timms}
     taken = inspect.signature(type(plain)).parameters
     model_args = getattr(plain, "_model_args", {})
     plain._model_args = {key: value for key, value in model_args.items() if key in taken}

@@ -95,12 +95,11 @@ class Mechanisms:
         weight = next(blocks[0].parameters())
         dd = {"device": weight.device, "dtype": weight.dtype}
         evolving = self._evolving(len(blocks), class_token_alone)
-        reads_previous = bool(evolving) and evolution_class(self.kind).reads_previous
         for number, (block, attn) in enumerate(zip(blocks, attentions, strict=True), start=1):
             attn.evolution = None
             attn.value_residual = None
             block.token_conv = None
-            attn.need_logits = reads_previous and number + 1 in evolving
+            attn.need_logits = self.reads_previous and number + 1 in evolving
             if number in evolving:
                 attn.evolution = self._new_evolution(
                     attn.num_heads, channels, num_prefix_tokens, **dd

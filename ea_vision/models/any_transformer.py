@@ -33,7 +33,7 @@ from ea_vision.layers.handing_on import (
 )
 from ea_vision.layers.tracing import keep_whole
 from ea_vision.models._mechanisms import Mechanisms, check_idle, refuse
-from ea_vision.models.note import forget_evolution, remember_evolution
+from ea_vision.models.note import remember_evolution
 from ea_vision.ops import Size
 
 
@@ -141,9 +141,11 @@ class _Rotary(EvolvingTokens):
         is_causal: bool = False,
     ) -> Tensor:
         if self.qkv is None:
-            q = self.q_proj(x).unflatten(2, (-1, self.head_dim)).transpose(1, 2)
-            k = self.k_proj(x).unflatten(2, (-1, self.head_dim)).transpose(1, 2)
-            v = self.v_proj(x).unflatten(2, (-1, self.head_dim)).transpose(1, 2)
+            projections = (self.q_proj, self.k_proj, self.v_proj)
+            q, k, v = (
+                project(x).unflatten(2, (-1, self.head_dim)).transpose(1, 2)
+                for project in projections
+            )
         else:
             q, k, v = by_heads(self, with_separate_biases(self, x))
         q = self.rotated(self.q_norm(q), rope, v.dtype)
@@ -514,5 +516,4 @@ def unevolve_transformer(model: nn.Module) -> nn.Module:
             del attn.attn_drop
         attn.__class__ = plain_class(type(attn))
         block.__class__ = plain_class(type(block))
-    forget_evolution(plain)
     return plain

@@ -23,7 +23,7 @@ from torch import nn
 
 from ea_vision.models import any_transformer, evolve_resnet
 from ea_vision.models._build import name_plain
-from ea_vision.models.note import EVOLVED
+from ea_vision.models.note import EVOLVED, forget_evolution
 
 
 @dataclass(frozen=True)
@@ -126,6 +126,7 @@ def unevolve(model: nn.Module) -> nn.Module:
     for family in _families_for(model):
         if family.evolves(model):
             plain = family.unevolve(model)
+            forget_evolution(plain)
             name_plain(plain)
             return plain
     raise ValueError(f"an evolving network required, got {type(model).__name__}")

@@ -34,7 +34,7 @@ from ea_vision.models.attn_resnet import (
     Placement,
     ResNetStages,
 )
-from ea_vision.models.note import forget_evolution, remember_evolution
+from ea_vision.models.note import remember_evolution
 from ea_vision.ops import Size
 
 
@@ -167,7 +167,6 @@ def unevolve_resnet(model: nn.Module) -> nn.Module:
     if isinstance(plain, torchvision.models.ResNet):
         del plain.feature_info
     _take_modes(plain, model)
-    forget_evolution(plain)
     return plain
 
 

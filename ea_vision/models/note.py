@@ -174,8 +174,7 @@ def remember_evolution(evolving: nn.Module, evolution: Mapping[str, Any]) -> Non
     evolving.register_load_state_dict_pre_hook(_check_evolution)
     plain = getattr(evolving, "_model_args", {})
     evolving._model_args = {**plain, "base": cfg["architecture"], "evolution": dict(evolution)}
-    evolving.pretrained_cfg = {**cfg, "architecture": EVOLVED}
-    evolving.default_cfg = evolving.pretrained_cfg
+    evolving.pretrained_cfg = evolving.default_cfg = {**cfg, "architecture": EVOLVED}
 
 
 def _check_evolution(model: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
@@ -201,6 +200,6 @@ def forget_evolution(plain: nn.Module) -> None:
     if "base" not in saved:
         return
     saved.pop("evolution")
-    plain.pretrained_cfg = {**plain.pretrained_cfg, "architecture": saved.pop("base")}
-    plain.default_cfg = plain.pretrained_cfg
+    cfg = {**plain.pretrained_cfg, "architecture": saved.pop("base")}
+    plain.pretrained_cfg = plain.default_cfg = cfg
     plain._model_args = saved

@@ -261,8 +261,7 @@ def image_seen(model: nn.Module, hooks: Hooks) -> Sight:
     sight = Sight(stems, channels)
     hooks.add(model.register_forward_pre_hook, sight.begin)
     for stem in stems:
-        is_linear = isinstance(stem, nn.Linear)
-        note = sight.note_patches if is_linear else sight.look_through
+        note = sight.note_patches if isinstance(stem, nn.Linear) else sight.look_through
         hooks.add(stem.register_forward_pre_hook, note)
     for module in modules:
         if isinstance(module, nn.Conv2d) or "Pool" in type(module).__name__:

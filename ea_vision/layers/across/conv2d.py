@@ -4,7 +4,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ea_vision.layers.evolution import Evolution, check_kernel_size, new_gate, register_evolution
+from ea_vision.layers.evolution import (
+    Evolution,
+    all_zero,
+    check_kernel_size,
+    new_gate,
+    register_evolution,
+)
 from ea_vision.ops import Size
 from ea_vision.ops.reference import among_patches, with_prefix
 
@@ -88,4 +94,4 @@ class FourDimensionalConvolution(Evolution):
         return {"conv_logits": evolved - (logits + self.alpha * prev_logits)}
 
     def changes_nothing(self) -> bool:
-        return not any(p.any() for p in self.parameters())
+        return all_zero(self)
