@@ -8,6 +8,7 @@ import inspect
 import json
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -117,7 +118,8 @@ def check_agreement(
         expected = trained.get(key, defaults.get(key))
         if is_free(key) or _comparable(value) == _comparable(expected):
             continue
-        if key in evolution_options() and _same_evolution(trained, {**trained, key: value}):
+        compares_evolutions = "kind" not in trained and key in evolution_options()
+        if compares_evolutions and _same_evolution(trained, {**trained, key: value}):
             continue
         wording = f"{key}={expected}"
         if key not in trained and expected is None:
@@ -138,8 +140,7 @@ def _same_evolution(*networks: Mapping[str, Any]) -> bool:
     """Return whether the keywords of two networks create evolutions with the same modules and gates."""
     described = []
     for keywords in networks:
-        kind = keywords.get("kind")  # of an evolved network
-        evolution = AttentionConfig.take({"evolution": kind, **keywords}).new_evolution()
+        evolution = AttentionConfig.take(dict(keywords)).new_evolution()
         gates = {} if evolution is None else evolution.gates()
         values = {name: torch.as_tensor(gate).tolist() for name, gate in gates.items()}
         described.append((repr(evolution), values))
@@ -168,16 +169,19 @@ def remember_evolution(evolving: nn.Module, evolution: Mapping[str, Any]) -> Non
     Args:
         evolution: the keywords of `ea_vision.evolve`.
     """
+    check = partial(_check_evolution, dict(evolution))
+    evolving.register_load_state_dict_pre_hook(check)
     cfg = getattr(evolving, "pretrained_cfg", None)
     if not cfg:
         return
-    evolving.register_load_state_dict_pre_hook(_check_evolution)
     plain = getattr(evolving, "_model_args", {})
     evolving._model_args = {**plain, "base": cfg["architecture"], "evolution": dict(evolution)}
     evolving.pretrained_cfg = evolving.default_cfg = {**cfg, "architecture": EVOLVED}
 
 
-def _check_evolution(model: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
+def _check_evolution(
+    evolution: Mapping[str, Any], model: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any
+) -> None:
     """Raise UsageError if weights say that they were trained with another evolution than the network's."""
     note = take_note(state, prefix)
     if note is None or note["model"] != EVOLVED:
@@ -185,7 +189,7 @@ def _check_evolution(model: nn.Module, state: dict[str, Tensor], prefix: str, *_
     trained = {"kind": "ea", **(note["model_kwargs"].get("evolution") or {})}
     stated = {
         key: value
-        for key, value in fixed(model._model_args["evolution"], model).items()
+        for key, value in fixed(evolution, model).items()
         if key == "kind" or None not in (trained.get(key), value)  # None: not said
     }
     check_agreement("the weights were trained with evolution", trained, stated)
@@ -194,7 +198,8 @@ def _check_evolution(model: nn.Module, state: dict[str, Tensor], prefix: str, *_
 def forget_evolution(plain: nn.Module) -> None:
     """Undo `remember_evolution`."""
     for key, hook in list(plain._load_state_dict_pre_hooks.items()):
-        if getattr(hook, "hook", None) is _check_evolution:
+        check = getattr(hook, "hook", None)
+        if isinstance(check, partial) and check.func is _check_evolution:
             del plain._load_state_dict_pre_hooks[key]
     saved = dict(getattr(plain, "_model_args", {}))
     if "base" not in saved:
