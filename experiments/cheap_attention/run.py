@@ -145,7 +145,7 @@ def ratio_of(placement: str) -> float:
         raise UsageError(
             f"the ratios of steps must be measured first: run `times`, {TIMES} is missing"
         )
-    return pd.read_csv(TIMES).set_index("way")["ratio"][placement]
+    return float(pd.read_csv(TIMES).set_index("way")["ratio"][placement])
 
 
 def options_of(way: str, epochs: float) -> str:
