@@ -24,7 +24,7 @@ from ea_vision.base.errors import UsageError, as_usage_error
 from ea_vision.base.files import atomic_write
 from ea_vision.deployment.deploy import deploy, example_images
 from ea_vision.ops import Size
-from ea_vision.zoo.create import Kind
+from ea_vision.zoo.create import Kind, register_kind
 from ea_vision.zoo.loaded import LoadedModel
 from ea_vision.zoo.preparation import Preparation
 from ea_vision.zoo.source import EXPORTED, Source
@@ -221,4 +221,5 @@ def _prepared(network: ExportedNetwork, source: Source, trained: bool) -> Loaded
     return LoadedModel(network, about.name, about, classes=about.classes)
 
 
-EXPORTED_FILE = Kind(_open, _prepared, fixed_size=True)
+for suffix in EXPORTED:
+    register_kind(suffix, Kind(_open, _prepared, fixed_size=True))

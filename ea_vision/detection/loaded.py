@@ -6,7 +6,7 @@ from typing import Any
 
 from ea_vision.detection.model import Detector, create_detector
 from ea_vision.detection.transforms import Fitted
-from ea_vision.zoo.create import Kind
+from ea_vision.zoo.create import Kind, register_kind
 from ea_vision.zoo.loaded import LoadedModel
 from ea_vision.zoo.source import Source, check_model_name
 
@@ -39,4 +39,4 @@ def _prepared(model: Detector, source: Source, trained: bool) -> DetectorModel:
     )
 
 
-DETECTOR = Kind(_create, _prepared, fixed_size=True)
+register_kind("detection", Kind(_create, _prepared, fixed_size=True))

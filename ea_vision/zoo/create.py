@@ -1,12 +1,12 @@
 """Build networks: by a source, or for a trainer's data and options. What a constructor raises becomes one line."""
 
+import importlib
 import logging
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from pkgutil import resolve_name
 from textwrap import shorten
 from typing import Any
 
@@ -46,27 +46,36 @@ class Kind:
     fixed_size: bool = False
 
 
-# Where the `Kind` of a run's task or of a file's suffix is; `kind_of` imports it when a target needs it.
-KINDS = {
-    CLASSIFICATION: "ea_vision.zoo.loaded:CLASSIFIER",
-    TRANSFORMERS: "ea_vision.zoo.loaded:TRANSFORMER",
-    "detection": "ea_vision.detection.loaded:DETECTOR",
-    **dict.fromkeys(EXPORTED, "ea_vision.deployment.files:EXPORTED_FILE"),
+# By a run's task or a file's suffix. A room registers its kinds when it is imported; ROOMS names those that `kind_of`
+# imports when a target needs them.
+KINDS: dict[str, Kind] = {}
+ROOMS = {
+    CLASSIFICATION: "ea_vision.zoo.loaded",
+    TRANSFORMERS: "ea_vision.zoo.loaded",
+    "detection": "ea_vision.detection.loaded",
+    **dict.fromkeys(EXPORTED, "ea_vision.deployment.files"),
 }
 
 
+def register_kind(name: str, kind: Kind) -> None:
+    """Let the door build networks of a kind: of a run's task, or of files with a suffix."""
+    KINDS[name] = kind
+
+
 def kind_of(source: Source) -> Kind:
-    """Return how networks of a source's kind are built and prepared.
+    """Return how networks of a source's kind are built and prepared; import the room that registers it.
 
     Raises:
         UsageError: the kind is unknown.
     """
+    if source.kind in ROOMS:
+        importlib.import_module(ROOMS[source.kind])
     if source.kind not in KINDS:
         raise UsageError(
-            f"{source.target} must be a model of {', '.join(KINDS)}, got one of {source.kind!r}: "
+            f"{source.target} must be a model of {', '.join(ROOMS)}, got one of {source.kind!r}: "
             "another release wrote it"
         )
-    return resolve_name(KINDS[source.kind])
+    return KINDS[source.kind]
 
 
 def create(source: Source, *, random: bool = False, seed: int = 0) -> nn.Module:

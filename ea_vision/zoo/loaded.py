@@ -17,7 +17,14 @@ from ea_vision.data.image_names import displayable
 from ea_vision.models.inputs import built_size, input_channels
 from ea_vision.models.modes import unwrap
 from ea_vision.ops import Size
-from ea_vision.zoo.create import Kind, kind_of, load_network, timm_model, transformers_model
+from ea_vision.zoo.create import (
+    Kind,
+    kind_of,
+    load_network,
+    register_kind,
+    timm_model,
+    transformers_model,
+)
 from ea_vision.zoo.inputs import ImageSource, as_image
 from ea_vision.zoo.preparation import (
     Preparation,
@@ -28,7 +35,7 @@ from ea_vision.zoo.preparation import (
     preparation_of_run,
     set_image_statistics,
 )
-from ea_vision.zoo.source import Source, source_of
+from ea_vision.zoo.source import CLASSIFICATION, TRANSFORMERS, Source, source_of
 
 ROUNDING = 1e-3  # of values that a processor normalised, in 0..1
 
@@ -359,5 +366,5 @@ def known_classes(model: nn.Module) -> list[str] | None:
     return None
 
 
-CLASSIFIER = Kind(timm_model, _classifier)
-TRANSFORMER = Kind(transformers_model, _transformer)
+register_kind(CLASSIFICATION, Kind(timm_model, _classifier))
+register_kind(TRANSFORMERS, Kind(transformers_model, _transformer))
