@@ -179,9 +179,9 @@ def load_optimizer(
         )
     option_keys = {"lr", "initial_lr", "lr_scale", "weight_decay", "momentum"}
     option_keys.update(config.opt_kwargs, saved["opt_kwargs"])
-    new_options = [
-        {key: group[key] for key in group.keys() & option_keys} for group in optimizer.param_groups
-    ]
+    new_options = []
+    for group in optimizer.param_groups:
+        new_options.append({key: group[key] for key in group.keys() & option_keys})
     with as_usage_error(f"optimiser state of {source} does not fit {config.opt}", MISFITS):
         optimizer.load_state_dict(state)
     for group, ours in zip(optimizer.param_groups, new_options, strict=True):

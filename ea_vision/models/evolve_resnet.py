@@ -237,11 +237,11 @@ def _base_of(model: nn.Module) -> type[nn.Module]:
 
 def _blocks_of(model: nn.Module) -> dict[str, nn.Module]:
     """Return the blocks of the four stages by their names."""
-    return {
-        f"layer{stage}.{index}": block
-        for stage in STAGES
-        for index, block in enumerate(getattr(model, f"layer{stage}"))
-    }
+    blocks = {}
+    for stage in STAGES:
+        for index, block in enumerate(getattr(model, f"layer{stage}")):
+            blocks[f"layer{stage}.{index}"] = block
+    return blocks
 
 
 def _feature_info(model: nn.Module) -> list[dict]:

@@ -245,7 +245,9 @@ def measure(
     measured = []
     for number, parts in batches_of_layer.items():
         layer = maps[number]
-        values = {name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]}
+        values = {}
+        for name in parts[0]:
+            values[name] = torch.cat([part[name] for part in parts]).cpu()
         energies = values.pop("energies")
         cell = _cell_in_pixels(layer, images)
         uniform = layer.sees().float()[None, None]
