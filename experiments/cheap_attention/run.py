@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import pandas as pd
@@ -70,19 +71,21 @@ class Study:
         """Return the way that the plain network trains as long as the placement's epochs."""
         return at_rate(f"plain as long as {self.placement} {epochs:g}", rate)
 
-    def lengths(self) -> dict[str, float]:
-        """Return the epochs of each way."""
+    def parts(self) -> list[dict[str, float]]:
+        """Return the epochs of each way, in the order in which questions are answered: 1 and 3, 4, 5, 2."""
         name = self.placement
         ratio = ratio_of(name)
-        lengths = {}
-        for rate, plain_rate in ((1, 1), (self.rate, self.plain_rate)):
-            lengths[at_rate(name, rate)] = SHORT
-            lengths[at_rate(f"{name} uniform", rate)] = SHORT
-            lengths[self.plain(SHORT, plain_rate)] = round(SHORT * ratio, 2)
+        short = round(SHORT * ratio, 2)
+        parts = [
+            {name: SHORT, f"{name} uniform": SHORT, self.plain(SHORT): short},
+            {at_rate(name, self.rate): SHORT, self.plain(SHORT, self.plain_rate): short},
+            {at_rate(f"{name} uniform", self.rate): SHORT},
+        ]
         if self.long:
-            lengths[at_rate(f"{name} long", self.rate)] = self.long
-            lengths[self.plain(self.long, self.plain_rate)] = round(self.long * ratio, 2)
-        return lengths
+            long = at_rate(f"{name} long", self.rate)
+            plain = self.plain(self.long, self.plain_rate)
+            parts.append({long: self.long, plain: round(self.long * ratio, 2)})
+        return parts
 
     def questions(self) -> list[tuple[str, str]]:
         """Return the pairs of ways that questions 1, 3, 4, 5 and 2 compare, those that have runs."""
@@ -226,11 +229,12 @@ def choose_lengths(args: argparse.Namespace, more: list[str]) -> int:
 
 def study(args: argparse.Namespace, more: list[str]) -> int:
     """Make the runs that STUDY names, test each once, and keep their rows in RUNS."""
-    lengths = STUDY.lengths()
-    for _, _, output in run_all(args, more, lengths, args.seeds):
-        test(output, args.runs / "data")
-        rows = tested_runs(args.runs, lengths, args.runs / "data")
-        atomic_write(RUNS, csv_text(rows).encode())
+    ways = list(dict.fromkeys(chain.from_iterable(STUDY.parts())))
+    for lengths in STUDY.parts():
+        for _, _, output in run_all(args, more, lengths, args.seeds):
+            test(output, args.runs / "data")
+            rows = tested_runs(args.runs, ways, args.runs / "data")
+            atomic_write(RUNS, csv_text(rows).encode())
     return 0
 
 
