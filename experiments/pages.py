@@ -44,7 +44,7 @@ def by_seed(top1: pd.DataFrame, names: Sequence[str]) -> list[str]:
     rows = []
     for name in names:
         values = [*top1[name], top1[name].mean()]
-        rows.append([name, *(f"{value:.2f}" for value in values)])
+        rows.append([name, *("" if np.isnan(value) else f"{value:.2f}" for value in values)])
     heads = ["top-1, %, by seed", *map(str, top1.index), "mean"]
     return markdown(heads, rows)
 
@@ -54,13 +54,11 @@ def differences(
     tested: Sequence[tuple[str, str]],
     described: Sequence[tuple[str, str]] = (),
     resolution: float = 0.0,
-    hypotheses: int = 0,
 ) -> list[str]:
-    """Return a table of paired differences, the p of the tested ones corrected together (Holm), for their number or for
-    `hypotheses`."""
+    """Return a table of paired differences, the p of the tested ones corrected together (Holm)."""
     effects = [paired(top1[a] - top1[b], resolution) for a, b in (*tested, *described)]
     corrected = [
-        *holm([effect["p"] for effect in effects[: len(tested)]], hypotheses),
+        *holm([effect["p"] for effect in effects[: len(tested)]]),
         *len(described) * [np.nan],
     ]
     rows = []
@@ -673,9 +671,44 @@ def added_attention_steps() -> list[str]:
 
 def cheap_pilot() -> list[str]:
     """Top-1 on the validation photos, by placement and of the plain network at equal time."""
-    table = pd.read_csv(RESULTS / "cheap-attention-pilot.csv")
+    return by_way(pd.read_csv(RESULTS / "cheap-attention-pilot.csv"))
+
+
+def cheap_rates() -> list[str]:
+    """Top-1 on the validation photos by learning rate, beginning with the recipe's, of the first pilot."""
+    rates = pd.read_csv(RESULTS / "cheap-attention-rates.csv")
+    pilot = pd.read_csv(RESULTS / "cheap-attention-pilot.csv")
+    bases = rates["way"].str.partition(" rate ")[0]
+    return by_way(
+        pd.concat([pilot[pilot["way"].isin(bases)], rates]).sort_values("way", key=by_rate)
+    )
+
+
+def by_rate(ways: pd.Series) -> pd.Series:
+    """Return keys that sort ways by name, then by rate."""
+    parts = ways.str.partition(" rate ")
+    return parts[0] + parts[2].str.zfill(3)
+
+
+def by_way(table: pd.DataFrame) -> list[str]:
+    """Top-1 on the validation photos of a pilot's runs."""
     top1 = table.pivot(index="seed", columns="way", values="validation_top1")
     return by_seed(top1, table["way"].unique())
+
+
+def cheap_top1() -> list[str]:
+    """Top-1 of the study."""
+    from experiments.cheap_attention.run import by_seed_and_way
+
+    top1 = by_seed_and_way()
+    return by_seed(top1, list(top1))
+
+
+def cheap_answers() -> list[str]:
+    """The study's differences."""
+    from experiments.cheap_attention.run import answers
+
+    return answers()
 
 
 TABLES: dict[str, dict[str, Callable[[], list[str]]]] = {
@@ -850,6 +883,9 @@ TABLES: dict[str, dict[str, Callable[[], list[str]]]] = {
             {"way": "`{way}`", "ms": "{train_ms:.0f}", "r": "{ratio:.3f}"},
         ),
         "pilot": cheap_pilot,
+        "rates": cheap_rates,
+        "by seed": cheap_top1,
+        "answers": cheap_answers,
     },
     "experiments/added_attention/README.md": {
         "by seed": lambda: by_seed(added_top1(), ADDED),

@@ -49,12 +49,13 @@ def table():
     row = ("{:28}" + "{:>13}" * len(COLUMNS)).format
     lines = [row("room", *COLUMNS)]
     for room, size in sorted(sizes.items(), key=lambda item: -item[1]["tokens"]):
-        lines.append(row(room, *map(size.get, COLUMNS)))
+        lines.append(row(room, *(size[column] for column in COLUMNS)))
     return "\n".join(lines)
 
 
 def test_docstrings_and_comments_have_no_size():
     assert size_of('"""Doc."""\nx = 1  # one\n') == (2, 1, 3)
+    assert "ea_vision, all" in table()
 
 
 if __name__ == "__main__":

@@ -30,14 +30,15 @@ from ea_vision.engine.config import load_recipe
 from ea_vision.models.modes import lay_out
 from experiments.added_attention.run import PHOTOS, PRETRAINING, TUNING, train
 from experiments.benchmark import Steps, interleaved
-from experiments.evidence import by_variant, read_runs
+from experiments.evidence import holm, paired, read_runs
 from experiments.finetune_scenes.run import pick, test, tested_runs
-from experiments.pages import by_seed, differences
+from experiments.pages import MINUS, by_seed, markdown, points, shown_p
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 TIMES = RESULTS / "cheap-attention-times.csv"
 PILOT = RESULTS / "cheap-attention-pilot.csv"
 RATES = RESULTS / "cheap-attention-rates.csv"
+LENGTH_RUNS = RESULTS / "cheap-attention-lengths.csv"
 RUNS = RESULTS / "cheap-attention-runs.csv"
 PILOT_SEEDS = range(100, 103)
 SEEDS = range(110, 118)
@@ -58,13 +59,14 @@ class Study:
 
     Attributes:
         placement: key of PLACEMENTS.
-        rate, plain_rate: learning rates of the placement and of the plain network, in units of the recipe's.
-        long: epochs of the converged pair; 0: none.
+        rate, plain_rate: learning rates of the placement and of the plain network, in units of the recipe's; None: not
+            chosen yet, so that only questions 1 and 3 have runs.
+        long: epochs of the converged pair; 0: not chosen yet.
     """
 
     placement: str
-    rate: int = 1
-    plain_rate: int = 1
+    rate: int | None = None
+    plain_rate: int | None = None
     long: int = 0
 
     def plain(self, epochs: float, rate: int = 1) -> str:
@@ -76,11 +78,11 @@ class Study:
         name = self.placement
         ratio = ratio_of(name)
         short = round(SHORT * ratio, 2)
-        parts = [
-            {name: SHORT, f"{name} uniform": SHORT, self.plain(SHORT): short},
-            {at_rate(name, self.rate): SHORT, self.plain(SHORT, self.plain_rate): short},
-            {at_rate(f"{name} uniform", self.rate): SHORT},
-        ]
+        parts = [{name: SHORT, f"{name} uniform": SHORT, self.plain(SHORT): short}]
+        if self.rate and self.plain_rate:
+            tuned = at_rate(name, self.rate)
+            parts.append({tuned: SHORT, self.plain(SHORT, self.plain_rate): short})
+            parts.append({at_rate(f"{name} uniform", self.rate): SHORT})
         if self.long:
             long = at_rate(f"{name} long", self.rate)
             plain = self.plain(self.long, self.plain_rate)
@@ -88,10 +90,10 @@ class Study:
         return parts
 
     def questions(self) -> list[tuple[str, str]]:
-        """Return the pairs of ways that questions 1, 3, 4, 5 and 2 compare, those that have runs."""
+        """Return the pairs of ways that questions 1, 3, 4, 5 and 2 compare, as far as they are chosen."""
         name = self.placement
         pairs = [(name, self.plain(SHORT)), (name, f"{name} uniform")]
-        if (self.rate, self.plain_rate) != (1, 1):
+        if self.rate and self.plain_rate:
             tuned = at_rate(name, self.rate)
             pairs.append((tuned, self.plain(SHORT, self.plain_rate)))
             pairs.append((tuned, at_rate(f"{name} uniform", self.rate)))
@@ -220,11 +222,13 @@ def choose_rates(args: argparse.Namespace, more: list[str]) -> int:
 
 def choose_lengths(args: argparse.Namespace, more: list[str]) -> int:
     """Make the runs of the plain network that choose the length of "converged"."""
+    if STUDY.plain_rate is None:
+        raise UsageError("the plain network's rate must be chosen first, and entered in STUDY")
     lengths = {}
     for epochs in LENGTHS:
         for length in (epochs, 1.25 * epochs):
             lengths[at_rate(f"plain {length:g}", STUDY.plain_rate)] = length
-    return validate(args, more, lengths, PILOT)
+    return validate(args, more, lengths, LENGTH_RUNS)
 
 
 def study(args: argparse.Namespace, more: list[str]) -> int:
@@ -238,13 +242,37 @@ def study(args: argparse.Namespace, more: list[str]) -> int:
     return 0
 
 
-def analyse() -> int:
-    """Print the answers, of the seeds whose runs are complete."""
+def answers() -> list[str]:
+    """Return a table of the questions, each of the seeds of which both ways have runs, corrected for all questions."""
+    top1 = by_seed_and_way()
+    effects = {}
+    for better, worse in STUDY.questions():
+        if {better, worse} <= {*top1}:
+            gains = (top1[better] - top1[worse]).dropna()
+            effects[f"{better} {MINUS} {worse}"] = paired(gains) | {"spread": gains.std()}
+    corrected = holm([effect["p"] for effect in effects.values()], HYPOTHESES)
+    rows = []
+    for (pair, effect), p in zip(effects.items(), corrected, strict=True):
+        rows.append(
+            [pair, str(effect["seeds"]), points(effect), f"{effect['spread']:.2f}", shown_p(p)]
+        )
+    return markdown(
+        ["difference", "seeds", "points (95% interval)", "spread", "p, corrected"], rows
+    )
+
+
+def by_seed_and_way() -> pd.DataFrame:
+    """Return top-1 in percent, one row per seed and one column per way, NaN where a run is missing."""
     if not RUNS.exists():
         raise UsageError(f"no runs to analyse: {RUNS} is missing")
-    top1 = by_variant(read_runs(RUNS))
-    answers = differences(top1, STUDY.questions(), hypotheses=HYPOTHESES)
-    print(*by_seed(top1, list(top1)), "", *answers, sep="\n")
+    runs = read_runs(RUNS)
+    return runs.pivot(index="seed", columns="variant", values="top1")[runs["variant"].unique()]
+
+
+def analyse() -> int:
+    """Print top-1 by seed and the answers."""
+    top1 = by_seed_and_way()
+    print(*by_seed(top1, list(top1)), "", *answers(), sep="\n")
     return 0
 
 

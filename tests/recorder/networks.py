@@ -365,12 +365,12 @@ def first(output):
 
 @torch.no_grad()
 def recorded(model, x, parts="attn", layers=None, heads=None, **kwargs):
-    """Return the maps; outputs must be bit-identical (1e-6 with nn.MultiheadAttention, which leaves its fast path)."""
+    """Return the maps; outputs must be bit-identical (1e-6 with torch's layer, which leaves its fast path)."""
     before = hooks_of(model)
     expected = first(model(x, **kwargs))
     with ea_vision.record_attention(model, layers, heads, parts) as maps:
         output = first(model(x, **kwargs))
-    multi = any(isinstance(module, nn.MultiheadAttention) for module in model.modules())
+    multi = any(type(module) is nn.MultiheadAttention for module in model.modules())
     limit = 1e-6 if multi else 0
     torch.testing.assert_close(output, expected, atol=limit, rtol=limit)
     assert hooks_of(model) == before
