@@ -9,7 +9,6 @@ import json
 import os
 import re
 import signal
-import tempfile
 import threading
 import time
 import uuid
@@ -54,7 +53,11 @@ def check_writable(folder: Path) -> None:
     try:
         while not folder.exists() and folder != folder.parent:
             folder = folder.parent
-        tempfile.TemporaryFile(dir=folder).close()
+        # Python's tempfile tries names without end in a folder of Windows that refuses files
+        probe = folder / f".{uuid.uuid4().hex}.tmp"
+        probe.touch()
+        # another run that begins in the same folder may have deleted it
+        probe.unlink(missing_ok=True)
     except OSError as error:
         raise UsageError(f"cannot write into the folder {folder}: {error.strerror}") from error
 
@@ -172,12 +175,9 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def csv_text(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] = ()) -> str:
-    """Return rows as comma-separated values; one that a row lacks is nan.
-
-    columns: the header; default: the keys of the first row.
-    """
+    """Return rows with the same keys as comma-separated values. `columns`: the header, required if there is no row."""
     text = io.StringIO()
-    writer = csv.DictWriter(text, columns or list(rows[0]), restval="nan", lineterminator="\n")
+    writer = csv.DictWriter(text, columns or list(rows[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()

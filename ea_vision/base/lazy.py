@@ -1,8 +1,8 @@
 """Names of a package that are imported when they are first used."""
 
+import importlib
 import sys
 from collections.abc import Callable, Mapping
-from pkgutil import resolve_name
 from typing import Any
 
 
@@ -19,7 +19,9 @@ def import_later(
     def get(name: str) -> Any:
         if name not in names:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return resolve_name(names[name])
+        module, _, attribute = names[name].partition(":")
+        value = importlib.import_module(module)
+        return getattr(value, attribute) if attribute else value
 
     def listed() -> list[str]:
         return sorted({*vars(sys.modules[package]), *names})

@@ -56,7 +56,7 @@ class GrowingSize:
         return min(max(side, self.first), self.last)
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Loader:
     """Base of all loaders: which images of a split process `rank` of `world_size` gets, and when.
 

@@ -74,7 +74,7 @@ def _reused(free: list[np.ndarray], shape: tuple[int, ...]) -> Tensor:
     return torch.from_numpy(view)
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class BetonTrainLoader(ImageTrainLoader):
     """Shuffled, cropped and flipped batches, decoded by threads, at least one; a damaged image is replaced by another
     one of its batch.

@@ -77,7 +77,7 @@ def train_transform(
     return transforms.Compose(steps)
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Decoder(Dataset):
     """Turns rows of (seed, index) into a batch, in the worker processes, for which it can be pickled.
 
@@ -124,7 +124,7 @@ def _begin_worker(_number: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class DecodingLoader(Loader):
     """Base of all loaders that decode images as they are needed. For other images, or other ways to decode them, a
     subclass overrides `_decoder`, `_decoded`, `_pixels` or `_batch`.
@@ -145,8 +145,8 @@ class DecodingLoader(Loader):
         super().__post_init__()
         if self.workers < 0:
             self.workers = self._default_workers()
-        # torch's, by the size of its images; there is at most one
-        self._loaders: dict[int | Size, DataLoader] = {}
+        self._loader: DataLoader | None = None  # torch's, for images of one size
+        self._loader_size = self.img_size
         self._batches: list[np.ndarray] = []  # its sampler, which torch reads for each iteration
 
     def _default_workers(self) -> int:
@@ -158,16 +158,17 @@ class DecodingLoader(Loader):
 
     def _decoded(self, batches: list[np.ndarray], img_size: int) -> Iterator[Decoded]:
         """Yield the decoder's result for each batch of rows (seed, index), in order."""
-        if img_size not in self._loaders:
+        if self._loader is None or self._loader_size != img_size:
             self.close()
             if self.workers and self.world_size > 1 and self.device.type == "cpu":
                 # After a collective gloo's threads enter the interpreter to drop its tensors. A worker that is forked
                 # at that moment waits for ever for the interpreter's list of threads.
                 time.sleep(GLOO_SECONDS)
-            self._loaders[img_size] = self._torch_loader(img_size)
+            self._loader = self._torch_loader(img_size)
+            self._loader_size = img_size
         self._batches[:] = batches
         with workers_watched() if self.workers else nullcontext():
-            yield from self._loaders[img_size]
+            yield from self._loader
 
     def _torch_loader(self, img_size: int) -> DataLoader:
         """Return torch's loader, which starts its workers once: each iteration has other batches."""
@@ -193,7 +194,7 @@ class DecodingLoader(Loader):
 
     def close(self) -> None:
         """End the worker processes."""
-        self._loaders.clear()  # torch's iterator ends them when it is deleted
+        self._loader = None  # torch's iterator ends them when it is deleted
 
     def _show(self, batches: list[np.ndarray], img_size: int) -> Iterator[Batch]:
         """Yield the batches of these rows of (seed, index), in order."""
@@ -239,7 +240,7 @@ class DecodingLoader(Loader):
         return normalize(images, self.mean, self.std)
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class ImageTrainLoader(DecodingLoader):
     """Shuffled, augmented batches; an unreadable image is replaced by another one of its batch.
 

@@ -10,7 +10,7 @@ from ea_vision.data.batches import Batch, Loader, epoch_generator, sent
 from ea_vision.data.small_images import Images
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class _OnDevice(Loader):
     source: Images
 
@@ -20,7 +20,7 @@ class _OnDevice(Loader):
         self.targets = self.source.targets.to(self.device)
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class TrainLoader(_OnDevice):
     """Shuffled, augmented batches."""
 

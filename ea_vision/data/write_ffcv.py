@@ -96,7 +96,7 @@ def _temporary(out: Path) -> Path:
     return out.with_name(f"{prefix}{os.getpid()}.tmp")
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class _Encoder:
     """Encodes the images. Which ones are stored as JPEG depends on their number alone, so that the same images and
     options make the same file.

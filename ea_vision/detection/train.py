@@ -106,6 +106,9 @@ class DetectionConfig(
             raise UsageError(
                 f"scale_min must be at most scale_max ({self.scale_max:g}), got {self.scale_min:g}"
             )
+
+    def _take_statistics(self) -> None:
+        """Raise UsageError unless mean and std are empty."""
         if self.mean:
             raise UsageError(
                 f"mean and std must be empty: a detector takes its backbone's, got {self.mean}"

@@ -110,8 +110,10 @@ class TrainConfig:
             cls.__annotations__[name] = inherited[name].type
             rules = vars(inherited[name].metadata["rules"])
             setattr(cls, name, option(**{**rules, "default": default}))
-        for name in inherited.keys() & vars(cls).keys():
-            vars(cls)[name].metadata["rules"].group = inherited[name].metadata["rules"].group
+        for name, field in vars(cls).items():
+            if name in inherited and isinstance(field, dataclasses.Field):
+                rules = field.metadata["rules"]
+                rules.group = rules.group or inherited[name].metadata["rules"].group
 
     model: str = option(
         "ea_conv_transformer_cifar", "registered timm model, ours or timm's", "model"
@@ -140,7 +142,8 @@ class TrainConfig:
     )
 
     recipe: str = setting("fast", "name in ea_vision/recipes, a YAML file, or none", "run")
-    output: str = setting("", "the run's own folder; empty: runs/DATASET-MODEL")
+    data_dir: str = setting("", "folder of the data set; empty: the cache folder's", "data")
+    output: str = setting("", "the run's own folder; empty: runs/DATASET-MODEL", "run")
     resume: str = setting(
         "auto",
         "auto: continue from the newest valid checkpoint of --output, or begin; "
@@ -154,9 +157,8 @@ class TrainConfig:
         10.0, "minutes that processes wait for one that does not answer", above=0.0
     )
 
-    data_dir: str = setting("", "folder of the data set; empty: the cache folder's", "data")
     workers: int = setting(
-        2, "threads that decode images; 0: in this process", maximum=MOST_WORKERS
+        2, "threads that decode images; 0: in this process", "data", maximum=MOST_WORKERS
     )
 
     epochs: float = setting(
@@ -298,10 +300,7 @@ class TrainConfig:
         for name, rules in self.rules().items():
             setattr(self, name, _checked(name, getattr(self, name), hints[name], rules))
         self._check_pairs()
-        for name in ("mean", "std"):
-            numbers = getattr(self, name)
-            if numbers:  # one is that of all channels
-                setattr(self, name, list(channel_statistics(name, numbers)))
+        self._take_statistics()
         if self.epochs == int(self.epochs):
             self.epochs = int(self.epochs)
         if isinstance(self.warmup_epochs, float) and self.warmup_epochs > self.epochs:
@@ -331,6 +330,14 @@ class TrainConfig:
                 raise UsageError(f"{name} excludes {rules.not_with}, got {value} beside it")
             if rules.goes_with and not getattr(self, rules.goes_with):
                 raise UsageError(f"{name} needs {rules.goes_with}, got {value} without it")
+
+    def _take_statistics(self) -> None:
+        """Give mean and std a number for each channel if they have one for all; raise UsageError unless they are empty,
+        or one or three numbers each."""
+        for name in ("mean", "std"):
+            numbers = getattr(self, name)
+            if numbers:
+                setattr(self, name, list(channel_statistics(name, numbers)))
 
     @classmethod
     def rules(cls) -> dict[str, SimpleNamespace]:

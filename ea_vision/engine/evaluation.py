@@ -86,7 +86,9 @@ def options_of(schema: type, source: Source, given: dict) -> Any:
             f"--evaluate {target} needs the trainer of {origin}: ea-vision {trainer} --evaluate {target}"
         )
     options = {"model": source.name, **source.options}
-    if source.weights is not None:
+    if source.run is not None:
+        options.setdefault("model_kwargs", {})
+    elif source.weights is not None:
         kwargs = {key: value for key, value in source.kwargs.items() if key not in DATA_KEYWORDS}
         options.setdefault("model_kwargs", kwargs)
         if "img_size" in source.kwargs:  # all that some weights say

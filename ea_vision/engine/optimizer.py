@@ -181,7 +181,7 @@ def load_optimizer(
     option_keys.update(config.opt_kwargs, saved["opt_kwargs"])
     new_options = []
     for group in optimizer.param_groups:
-        new_options.append({key: group[key] for key in group.keys() & option_keys})
+        new_options.append({key: value for key, value in group.items() if key in option_keys})
     with as_usage_error(f"optimiser state of {source} does not fit {config.opt}", MISFITS):
         optimizer.load_state_dict(state)
     for group, ours in zip(optimizer.param_groups, new_options, strict=True):

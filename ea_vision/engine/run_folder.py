@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
@@ -92,8 +93,9 @@ def write_metrics(
     """Write metrics.csv: one row per epoch, with nan as measures if the epoch was not evaluated. The rows' further
     columns, of attention layers and learnable gates, come last."""
     names = ["epoch", "step", "lr", "train_loss", "eval_loss", *measures, "images_per_s", "seconds"]
-    columns = list(dict.fromkeys(chain(names, *rows)))
-    atomic_write(folder / METRICS, csv_text(rows, columns).encode())
+    columns = dict.fromkeys(chain(names, *rows), math.nan)
+    lines = [columns | row for row in rows]
+    atomic_write(folder / METRICS, csv_text(lines, list(columns)).encode())
 
 
 # ---- weights and results --------------------------------------------------------------------------------------------

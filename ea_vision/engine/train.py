@@ -111,7 +111,7 @@ def buffers_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: saved[name].cpu() for name, _ in model.named_buffers() if name in saved}
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Trainer:
     """A run: model, data and run folder, and everything a checkpoint holds.
 

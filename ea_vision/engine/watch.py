@@ -84,7 +84,7 @@ def check_has_maps(model: nn.Module, name: str) -> None:
         raise UsageError(f"--draw-maps needs a network with attention maps, {name} has none")
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class MapsPictures:
     """Draws what IMAGES images to evaluate on, evenly spaced among them, attend to: the mean over heads and queries, by
     layer.

@@ -25,8 +25,8 @@ from ea_vision.layers.fit_weights import checkpoint_filter_fn
 from ea_vision.models.note import check_agreement, defaults_of, fixed, is_free, read_note, take_note
 
 log = logging.getLogger(__name__)
-# by the beginning of a network's name: the evolution of its attention
-KINDS = {"aa": None, "pa_aa": "pa", "ea_aa": "ea"}
+# by the beginning of a network's name: the keywords of its attention's evolution
+KINDS = {"aa": {}, "pa_aa": {"evolution": "pa"}, "ea_aa": {"evolution": "ea"}}
 # The classes of experiments/scenes, in their order.
 SCENES = ("buildings", "forest", "glacier", "mountain", "sea", "street")
 

@@ -184,12 +184,12 @@ _NETWORKS = {
         "MnasNet-A1 of width 1.25, which timm lacks.", {"multiplier": 1.25, "attn_stages": ()}
     )
 }
-for _prefix, _kind in KINDS.items():
+for _prefix, _evolution in KINDS.items():
     for _width, _plain in _PLAIN.items():
         _multiplier = int(_width) / 100
         _NETWORKS[f"{_prefix}_mnasnet_{_width}"] = Network(
             _ABOUT[_prefix].format(_multiplier),
-            {"multiplier": _multiplier, "evolution": _kind},
+            {"multiplier": _multiplier, **_evolution},
             plain=_plain,
         )
 _cfg = imagenet_cfg("conv_stem", "classifier", interpolation="bicubic")

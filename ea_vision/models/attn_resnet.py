@@ -288,9 +288,9 @@ _HALF = {
 
 
 _NETWORKS = {}
-for _prefix, _kind in KINDS.items():
+for _prefix, _evolution in KINDS.items():
     for _depth, _options in _DEPTHS.items():
-        _gates = {"alpha": 0.7} if _kind == "ea" and _depth > 50 else {}
+        _gates = {"alpha": 0.7} if _prefix == "ea_aa" and _depth > 50 else {}
         _details = {
             "aa": f"{_AA_LAYERS[_depth]} attention layers",
             "pa_aa": "alpha 0.5, one convolution",
@@ -298,7 +298,7 @@ for _prefix, _kind in KINDS.items():
         }
         _NETWORKS[f"{_prefix}_resnet{_depth}"] = Network(
             f"{_prefix.upper().replace('_', '-')}-ResNet-{_depth}, {_details[_prefix]}.",
-            {**_options, "evolution": _kind, **_gates},
+            {**_options, **_evolution, **_gates},
             plain=f"resnet{_depth}",
         )
 _NETWORKS["csan_resnet50"] = Network(
@@ -314,10 +314,10 @@ _NETWORKS["csan_resnet50"] = Network(
     },
     plain="resnet50",
 )
-for _prefix, _kind in KINDS.items():
+for _prefix, _evolution in KINDS.items():
     _NETWORKS[f"{_prefix}_resnet34_050"] = Network(
         f"{_prefix.upper().replace('_', '-')}-ResNet-34 of half the width, for photos of 112 pixels.",
-        {**_HALF, "evolution": _kind},
+        {**_HALF, **_evolution},
     )
 # trained on six kinds of scenes, not on ImageNet
 SHIPPED = ("aa_resnet34_050.scenes", "ea_aa_resnet34_050.scenes")

@@ -51,8 +51,9 @@ def input_jacobian(
     Raises:
         UsageError: a class that the model does not have, a model that does not classify or has no gradients (ONNX).
     """
-    x, score, _, [index] = class_scores(model, batch, None if target is None else [target])
-    [gradient] = torch.autograd.grad(score, x)
+    with torch.inference_mode(False):
+        x, score, _, [index] = class_scores(model, batch, None if target is None else [target])
+        [gradient] = torch.autograd.grad(score, x)
     return gradient[0].abs().amax(0), int(index)
 
 

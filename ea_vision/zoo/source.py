@@ -303,10 +303,11 @@ def weights_and_note(path: str) -> tuple[Path | None, dict[str, Any]]:
     if not path:
         return None, {}
     place = Path(path)
-    weights = place / WEIGHTS if place.is_dir() else place
+    is_run = (place / CONFIG).is_file()
+    weights = place / WEIGHTS if is_run else place
     if not weights.is_file():
         raise UsageError(
             f"pretrained_path must be a weights file or a run folder with {WEIGHTS}, got {path}"
         )
-    note = read_config(place)[1] if place.is_dir() else read_note(place)
+    note = read_config(place)[1] if is_run else read_note(place)
     return weights, note or {}
