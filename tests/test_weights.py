@@ -2,6 +2,7 @@
 keywords they were trained with, and load and save in timm's usual ways."""
 
 import inspect
+import json
 import re
 import shutil
 import tarfile
@@ -21,8 +22,10 @@ from torch.testing import assert_close
 import ea_vision
 from ea_vision import predict, sizes
 from ea_vision.engine import run_folder
+from ea_vision.models.note import NOTE
 from ea_vision.zoo.create import create_classifier
 from ea_vision.zoo.loaded import load_model
+from ea_vision.zoo.weights_file import encode_weights
 from experiments.benchmark import live_network
 from tests.models.test_convert import NARROW
 from tests.models.zoo import from_file
@@ -236,6 +239,18 @@ def test_a_checkpoint_path_takes_what_is_no_contradiction(tmp_path):
     model.load_state_dict(safetensors.torch.load_file(path))
     with refused("trained with evolution kind=ea, got kind=pa"):
         other.load_state_dict(safetensors.torch.load_file(path))
+
+
+def test_an_aa_network_takes_the_evolution_of_its_weights(tmp_path):
+    """AA names no evolution, so that of the weights' note is no contradiction."""
+    model = timm.create_model("ea_aa_resnet34_050").eval()
+    note = {"model": "aa_resnet34_050", "model_kwargs": {"evolution": "ea"}}
+    path = tmp_path / "weights.safetensors"
+    path.write_bytes(encode_weights(model.state_dict(), {NOTE: json.dumps(note)}))
+    overlay = {"file": str(path)}
+    again = timm.create_model("aa_resnet34_050", pretrained=True, pretrained_cfg_overlay=overlay)
+    assert_same(again.eval(), model)
+    assert again.trained_with == {"evolution": "ea"}
 
 
 def test_a_fine_tuned_run_loads_as_docs_train_says(run):

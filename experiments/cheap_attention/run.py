@@ -104,7 +104,7 @@ class Study:
 
 
 HYPOTHESES = 5  # questions, tested together
-STUDY = Study("instead")
+STUDY = Study("instead", rate=30, plain_rate=30)
 
 
 def at_rate(way: str, rate: int) -> str:
