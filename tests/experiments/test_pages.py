@@ -328,6 +328,20 @@ def run_b():
     yield PAGE, VERSUS, f"{rows['time_ratio']:.2f} times as long"
 
 
+def cheap_attention():
+    """The leads by learning rate, and what is left of the lead with maps that look at nothing."""
+    page = "experiments/cheap_attention/README.md"
+    top1 = table("cheap-attention-rates.csv").groupby("way")["validation_top1"].mean()
+    leads = []
+    for rate in (3, 10, 30):
+        leads.append(top1[f"instead rate {rate}"] - top1[f"plain as long as instead 6 rate {rate}"])
+    assert max(leads[1:]) < 0
+    yield page, "Learning rates", f"the lead is {leads[0]:.1f} points"
+    tested = table("cheap-attention-runs.csv").groupby("variant")["test_top1"].mean()
+    looks_at_nothing = tested["instead uniform"] - tested["plain as long as instead 6"]
+    yield page, "The answer", f"{looks_at_nothing:.2f} of it"
+
+
 # ---- README ----------------------------------------------------------------------------------------------------------
 
 
