@@ -243,12 +243,14 @@ def study(args: argparse.Namespace, more: list[str]) -> int:
 
 
 def answers() -> list[str]:
-    """Return a table of the questions, each of the seeds of which both ways have runs, corrected for all questions."""
+    """Return a table of the questions with two seeds or more of which both ways have runs, corrected for all questions."""
     top1 = by_seed_and_way()
     effects = {}
     for better, worse in STUDY.questions():
-        if {better, worse} <= {*top1}:
-            gains = (top1[better] - top1[worse]).dropna()
+        if not {better, worse} <= {*top1}:
+            continue
+        gains = (top1[better] - top1[worse]).dropna()
+        if len(gains) > 1:
             effects[f"{better} {MINUS} {worse}"] = paired(gains) | {"spread": gains.std()}
     corrected = holm([effect["p"] for effect in effects.values()], HYPOTHESES)
     rows = []
