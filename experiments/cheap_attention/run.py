@@ -243,7 +243,7 @@ def study(args: argparse.Namespace, more: list[str]) -> int:
 
 
 def answers() -> list[str]:
-    """Return a table of the questions with two seeds or more of which both ways have runs, corrected for all questions."""
+    """Return a table of the questions of which two seeds or more have both runs, corrected for all questions."""
     top1 = by_seed_and_way()
     effects = {}
     for better, worse in STUDY.questions():

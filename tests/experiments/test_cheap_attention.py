@@ -45,6 +45,7 @@ def test_the_pilots_and_the_study_keep_a_row_of_each_run(place, monkeypatch):
     assert rows["epochs"][["late", "last", "instead"]].tolist() == [1, 1, 1]
     longer = [f"plain as long as {name} 1" for name in study.PLACEMENTS]
     assert (rows["epochs"][longer] == 1.5).all()
+    monkeypatch.setattr(study, "STUDY", study.Study("instead"))
     assert study.main(["rates", *folders, "--rates", "3"]) == 0
     tuned = run_folder.read_config(place / "runs/instead rate 3-100")[0]
     assert tuned["lr"] == 3 * load_recipe("finetune_resnet")["lr"]
