@@ -224,14 +224,19 @@ def write_runs(runs: pd.DataFrame, path: Path) -> None:
     runs[COLUMNS].rename(columns={"top1": f"{split}_top1"}).to_csv(path, index=False)
 
 
+def by_seed_and_variant(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return top-1 in percent, one row per seed and one column per variant, NaN where a run is missing."""
+    table = runs.pivot(index="seed", columns="variant", values="top1")
+    return table[list(runs["variant"].unique())]
+
+
 def by_variant(runs: pd.DataFrame) -> pd.DataFrame:
-    """Return top-1 in percent, one row per seed and one column per variant.
+    """Return top-1 as `by_seed_and_variant`.
 
     Raises:
         UsageError: one variant lacks a seed that another one has.
     """
-    table = runs.pivot(index="seed", columns="variant", values="top1")
-    table = table[list(runs["variant"].unique())]
+    table = by_seed_and_variant(runs)
     missing = []
     for name, top1 in table.items():
         seeds = ", ".join(str(seed) for seed in table.index[top1.isna()])

@@ -90,6 +90,7 @@ class BetonTrainLoader(ImageTrainLoader):
 
     def __post_init__(self):
         super().__post_init__()
+        self.scale = np.array(self.scale, float)
         self.on_cpu = self.device.type == "cpu"
         self._free: dict[tuple[int, ...], list[np.ndarray]] = defaultdict(list)
 
@@ -122,7 +123,7 @@ class BetonTrainLoader(ImageTrainLoader):
             self.source.data,
             table,
             (seeds % 2**32).astype(np.uint32),
-            np.array(self.scale, float),
+            self.scale,
             RATIO,
             self.hflip,
             self._levels,

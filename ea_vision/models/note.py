@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -101,10 +100,7 @@ def fixed(kwargs: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
 
 
 def check_agreement(
-    opening: str,
-    trained: Mapping[str, Any],
-    kwargs: Mapping[str, Any],
-    defaults: Mapping[str, Any] = MappingProxyType({}),
+    opening: str, trained: Mapping[str, Any], kwargs: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> None:
     """Raise UsageError if a network's keywords contradict those that its weights were trained with.
 
@@ -192,7 +188,7 @@ def _check_evolution(
         for key, value in fixed(evolution, model).items()
         if key == "kind" or None not in (trained.get(key), value)  # None: not said
     }
-    check_agreement("the weights were trained with evolution", trained, stated)
+    check_agreement("the weights were trained with evolution", trained, stated, defaults={})
 
 
 def forget_evolution(plain: nn.Module) -> None:

@@ -30,7 +30,7 @@ from ea_vision.engine.config import load_recipe
 from ea_vision.models.modes import lay_out
 from experiments.added_attention.run import PHOTOS, PRETRAINING, TUNING, train
 from experiments.benchmark import Steps, interleaved
-from experiments.evidence import holm, paired, read_runs
+from experiments.evidence import by_seed_and_variant, holm, paired, read_runs
 from experiments.finetune_scenes.run import pick, test, tested_runs
 from experiments.pages import MINUS, by_seed, markdown, points, shown_p
 
@@ -73,20 +73,21 @@ class Study:
         """Return the way that the plain network trains as long as the placement's epochs."""
         return at_rate(f"plain as long as {self.placement} {epochs:g}", rate)
 
+    def equal_time(self, epochs: float, rate: int = 1) -> dict[str, float]:
+        """Return the epochs of this way, by its name."""
+        return {self.plain(epochs, rate): round(epochs * ratio_of(self.placement), 2)}
+
     def parts(self) -> list[dict[str, float]]:
         """Return the epochs of each way, in the order in which questions are answered: 1 and 3, 4, 5, 2."""
         name = self.placement
-        ratio = ratio_of(name)
-        short = round(SHORT * ratio, 2)
-        parts = [{name: SHORT, f"{name} uniform": SHORT, self.plain(SHORT): short}]
+        parts = [{name: SHORT, f"{name} uniform": SHORT, **self.equal_time(SHORT)}]
         if self.rate and self.plain_rate:
             tuned = at_rate(name, self.rate)
-            parts.append({tuned: SHORT, self.plain(SHORT, self.plain_rate): short})
+            parts.append({tuned: SHORT, **self.equal_time(SHORT, self.plain_rate)})
             parts.append({at_rate(f"{name} uniform", self.rate): SHORT})
         if self.long:
             long = at_rate(f"{name} long", self.rate)
-            plain = self.plain(self.long, self.plain_rate)
-            parts.append({long: self.long, plain: round(self.long * ratio, 2)})
+            parts.append({long: self.long, **self.equal_time(self.long, self.plain_rate)})
         return parts
 
     def questions(self) -> list[tuple[str, str]]:
@@ -204,19 +205,15 @@ def pilot(args: argparse.Namespace, more: list[str]) -> int:
     """Make the runs that choose the placement."""
     lengths = {}
     for placement in PLACEMENTS:
-        lengths[placement] = SHORT
-        epochs = round(SHORT * ratio_of(placement), 2)
-        lengths[Study(placement).plain(SHORT)] = epochs
+        lengths |= {placement: SHORT, **Study(placement).equal_time(SHORT)}
     return validate(args, more, lengths, PILOT)
 
 
 def choose_rates(args: argparse.Namespace, more: list[str]) -> int:
     """Make the runs that choose the learning rates of the placement and of the plain network."""
     lengths = {}
-    epochs = round(SHORT * ratio_of(STUDY.placement), 2)
     for rate in args.rates:
-        lengths[at_rate(STUDY.placement, rate)] = SHORT
-        lengths[STUDY.plain(SHORT, rate)] = epochs
+        lengths |= {at_rate(STUDY.placement, rate): SHORT, **STUDY.equal_time(SHORT, rate)}
     return validate(args, more, lengths, RATES)
 
 
@@ -267,8 +264,7 @@ def by_seed_and_way() -> pd.DataFrame:
     """Return top-1 in percent, one row per seed and one column per way, NaN where a run is missing."""
     if not RUNS.exists():
         raise UsageError(f"no runs to analyse: {RUNS} is missing")
-    runs = read_runs(RUNS)
-    return runs.pivot(index="seed", columns="variant", values="top1")[runs["variant"].unique()]
+    return by_seed_and_variant(read_runs(RUNS))
 
 
 def analyse() -> int:
