@@ -1,7 +1,6 @@
 """Reading small images: folders and tars alike, digits, torchvision's files; bad data is named before training."""
 
 import shutil
-import tarfile
 from functools import partial
 
 import numpy as np
@@ -13,7 +12,7 @@ from torchvision import datasets
 from ea_vision.data.decoding import BrokenImage
 from ea_vision.data.scaling import Scaling
 from ea_vision.data.small_images import hold_out, load_dataset
-from tests.data.photos import make_folder
+from tests.data.photos import make_folder, pack
 from tests.refused import refused
 
 load = partial(load_dataset, "folder")
@@ -24,12 +23,9 @@ def folder(tmp_path):
     return make_folder(tmp_path / "data", train=12, test=6)
 
 
-def pack(folder, split, name):
-    """Replace a split's folder by a tar."""
-    with tarfile.open(folder / f"{name}.tar", "w") as tar:
-        for path in sorted((folder / split).rglob("*.png"), reverse=True):
-            tar.add(path, path.relative_to(folder / split))
-    shutil.rmtree(folder / split)
+def replace_by_tar(split, tar):
+    pack(split, tar)
+    shutil.rmtree(split)
 
 
 def test_folders_and_tars(folder):
@@ -45,8 +41,8 @@ def test_folders_and_tars(folder):
     ):
         assert f"class_{target}" in name
         assert np.array_equal(Image.open(name), pixels.permute(1, 2, 0))
-    pack(folder, "train", "train")
-    pack(folder, "test", "val")
+    replace_by_tar(folder / "train", folder / "train.tar")
+    replace_by_tar(folder / "test", folder / "val.tar")
     assert load(folder).fingerprint() == data.fingerprint()
 
 
@@ -72,7 +68,7 @@ def test_broken_images_are_named(folder):
         with refused(f"2 of 12 images cannot be decoded: .*{source}class_1/001.*class_2/002"):
             load(folder)
         if source == "train/":
-            pack(folder, "train", "train")
+            replace_by_tar(folder / "train", folder / "train.tar")
 
 
 def test_bad_folders_are_named(folder):

@@ -72,13 +72,10 @@ def test_a_tar_in_a_tar_ends_where_its_bytes_end(photos, tmp_path):
 @pytest.mark.parametrize(
     "name, target",
     [
-        ("class_0/x.png", "../../elsewhere.png"),
-        ("class_0/x.png", "/data/elsewhere.png"),
         ("class_0/x.png", "x.png"),
-        ("class_0/x.PNG", "000.jpg"),
+        ("class_0/x.PNG", "../../elsewhere.png"),
         ("class_0/x.cls", "000.jpg"),
         ("class_3", "/data/class_3"),
-        ("class_3", "nowhere"),
         ("class_3", "class_0"),
         ("class_3.tar", "class_0"),
     ],
