@@ -97,9 +97,8 @@ class Loader:
         return images * self.std[:, None, None] + self.mean[:, None, None]
 
     def __len__(self) -> int:
-        if self.training:
-            return self.count // (self.batch_size * self.world_size)
-        return math.ceil(math.ceil(self.count / self.world_size) / self.batch_size)
+        images = self.batch_size * self.world_size
+        return self.count // images if self.training else math.ceil(self.count / images)
 
     def close(self) -> None:
         """End what the loader has started, such as worker processes."""

@@ -15,7 +15,7 @@ import torch
 
 from ea_vision.base.errors import UsageError, as_usage_error
 from ea_vision.base.files import write_json
-from ea_vision.data.image_files import check_classes, fingerprint
+from ea_vision.data.image_files import fingerprint
 
 HELP = """Debian, Ubuntu: apt-get install libturbojpeg0-dev libopencv-dev pkg-config && pip install ffcv; \
 conda: conda install -c conda-forge opencv libjpeg-turbo pkg-config compilers && pip install ffcv; or \
@@ -128,22 +128,19 @@ class Beton:
     None: not at all.
 
     Args:
-        num_classes: that it must have; 0: any.
         evaluated: how its images must have been scaled and cropped; None (for training): not at all.
 
     Raises:
-        UsageError: FFCV is not installed, or the file is missing, cut off, has other classes, or stores images
-            differently.
+        UsageError: FFCV is not installed, or the file is missing, cut off, or stores images differently.
     """
 
-    def __init__(self, path: Path, num_classes: int = 0, evaluated: Evaluated | None = None):
+    def __init__(self, path: Path, evaluated: Evaluated | None = None):
         self.name = str(path)
         tables = read_tables(path)
         self.classes, self.evaluated = read_about(path, tables)
         self.table = tables.rows
         self.labels = tables.labels
         self.data = _mapped(self.name)
-        check_classes(self.name, self.classes, num_classes)
         if self.evaluated != evaluated:
             raise UsageError(
                 f"{path} must have {_how(evaluated)}, got {_how(self.evaluated)}: write it anew by "

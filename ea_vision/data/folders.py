@@ -1,14 +1,11 @@
 """Find the image files below a folder. Links are followed, hidden files skipped."""
 
-import logging
 import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from ea_vision.data.image_names import hidden_part, is_image_name, said_of_hidden
-
-log = logging.getLogger(__name__)
+from ea_vision.data.image_names import hidden_part, is_image_name, log_hidden
 
 
 def list_images(folder: str | Path) -> list[str]:
@@ -19,8 +16,7 @@ def list_images(folder: str | Path) -> list[str]:
     """
     hidden: set[str] = set()
     names = [name for name, _ in walk_images(Path(folder), hidden)]
-    if hidden:
-        log.warning(said_of_hidden(folder, hidden))
+    log_hidden(folder, hidden)
     return sorted(os.path.join(folder, name) for name in names)
 
 

@@ -9,7 +9,7 @@ from PIL import Image
 
 from ea_vision.base.errors import UsageError, extra_required
 from ea_vision.data.decoding import BrokenImage, decode_image
-from ea_vision.data.image_files import check_classes, fingerprint
+from ea_vision.data.image_files import fingerprint
 
 # Names of a split; the first that exists counts.
 SPLITS = {"train": ("train",), "validation": ("validation", "valid", "val", "dev", "test")}
@@ -33,14 +33,14 @@ class HubImages:
         dataset: hfds/NAME.
         root: cache of its library; "": its own.
         split: train | validation. named: the split's name in the data set, if it is another.
-        num_classes: that it must have; 0: any.
+        num_classes: number of its classes, if it does not name them.
         input_key, target_key: columns of the images and of the classes.
 
     Attributes:
         name: the data set and the split. classes: their names. targets: int (N,), numbers of `classes`.
 
     Raises:
-        UsageError: no such data set, split or column, other than `num_classes` classes, or no known classes.
+        UsageError: no such data set, split or column, labels out of range, or no known classes.
     """
 
     def __init__(
@@ -75,7 +75,6 @@ class HubImages:
         names = getattr(table.features[target_key], "names", None)
         self.classes = list(names or map(str, range(num_classes)))
         self._check_targets(target_key)
-        check_classes(self.name, self.classes, num_classes)
 
     def _check_targets(self, column: str) -> None:
         """Raise UsageError unless the targets are integers in the range of the classes."""

@@ -30,10 +30,10 @@ from ea_vision.data.image_names import (
     hidden_part,
     in_order,
     is_image_name,
+    log_hidden,
     may_be_folder,
-    said_of_hidden,
 )
-from ea_vision.data.tars import Span, list_tar, read_span
+from ea_vision.data.tars import Span, list_tar
 
 log = logging.getLogger(__name__)
 LABEL_SUFFIX = ".cls"  # of WebDataset's shards (https://github.com/webdataset/webdataset)
@@ -47,8 +47,7 @@ class Entry(NamedTuple):
 
     name: str  # relative to the source, with /
     tar: Path | None  # that holds it; None: a file of its own
-    start: int  # place of its first byte
-    size: int  # bytes
+    span: Span  # where its bytes lie
     label: str  # from its shard; "": the folder is its class
 
 
@@ -59,11 +58,11 @@ class ImageFiles:
         name: the source. names: relative to it. classes: their names. targets: int64 (N,), numbers of `classes`.
 
     Raises:
-        UsageError: no such source, no images, images outside a class folder, a class folder without images, a damaged
-            or compressed tar, or other than `num_classes` classes (0: any).
+        UsageError: no such source, no images, images outside a class folder, a class folder without images, or a
+            damaged or compressed tar.
     """
 
-    def __init__(self, source: Path, num_classes: int = 0):
+    def __init__(self, source: Path):
         self.source = source
         self.name = str(source)
         with as_usage_error(f"{source} cannot be read", OSError):
@@ -72,13 +71,11 @@ class ImageFiles:
             self.names = [entry.name for entry in entries]
             self._tars = [entry.tar for entry in entries]
             # start and bytes of each image: an array, which forked processes share
-            spans = [(entry.start, entry.size) for entry in entries]
-            self._spans = np.array(spans, np.int64)
+            self._spans = np.array([entry.span for entry in entries], np.int64)
             labels = self._labels(entries)
         self.classes = sorted(set(labels), key=in_order)
         number = {name: target for target, name in enumerate(self.classes)}
         self.targets = np.array([number[label] for label in labels], np.int64)
-        check_classes(self.name, self.classes, num_classes)
         with contextlib.suppress(BrokenImage):  # reported when it is trained on
             self.read(0)  # logs if it seems to have 12 bits, which worker processes do not log
 
@@ -144,7 +141,9 @@ class ImageFiles:
         """
         start, size = self._spans[index].tolist()
         try:
-            data = read_span(self._tars[index] or self.describe(index), start, size)
+            with open(self._tars[index] or self.describe(index), "rb") as file:
+                file.seek(start)
+                data = file.read(size)
         except OSError as error:
             raise BrokenImage(str(error)) from error
         image = decode_image(io.BytesIO(data), name=self.describe(index))
@@ -164,12 +163,6 @@ def fingerprint(lines: Iterable[str], *arrays) -> str:
     return digest.hexdigest()
 
 
-def check_classes(name: str, classes: list[str], required: int) -> None:
-    """Raise UsageError unless there are `required` classes (0: any number)."""
-    if required and required != len(classes):
-        raise UsageError(f"{name} must have {required} classes (--num-classes), got {len(classes)}")
-
-
 def _entries_of(source: Path) -> list[Entry]:
     """Return the images of a folder, a tar, or a folder of tars, in any order; log how many hidden ones there are.
 
@@ -178,7 +171,9 @@ def _entries_of(source: Path) -> list[Entry]:
     """
     hidden: set[str] = set()
     if source.is_dir():
-        entries = [Entry(name, None, 0, size, "") for name, size in walk_images(source, hidden)]
+        entries = [
+            Entry(name, None, Span(0, size), "") for name, size in walk_images(source, hidden)
+        ]
         tars = sorted(tar for tar in source.glob("*.tar") if not hidden_part(tar.name))
         if entries and tars:
             log.warning(
@@ -189,8 +184,7 @@ def _entries_of(source: Path) -> list[Entry]:
             entries += _entries_of_tar(tar, f"{tar.stem}/", hidden)
     else:
         entries = _entries_of_tar(source, "", hidden)
-    if hidden:
-        log.warning(said_of_hidden(source, hidden))
+    log_hidden(source, hidden)
     if not entries:
         raise UsageError(
             f"{source} has no images: class/name with a suffix of {', '.join(IMAGE_SUFFIXES)} is required"
@@ -216,7 +210,7 @@ def _entries_of_tar(path: Path, prefix: str, hidden: set[str]) -> list[Entry]:
     for name, span in visible.items():
         if is_image_name(name):
             label = labels.get(name, "")
-            entries.append(Entry(prefix + name, path, span.start, span.size, label))
+            entries.append(Entry(prefix + name, path, span, label))
     return entries
 
 

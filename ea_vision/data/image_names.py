@@ -1,10 +1,12 @@
 """Names of images, and of files that other programs leave: one rule for folders, tars and predictions."""
 
+import logging
 import unicodedata
 from collections.abc import Iterable
 
 from timm.utils.misc import natural_key
 
+log = logging.getLogger(__name__)
 IMAGE_SUFFIXES = (
     ".jpg",
     ".jpeg",
@@ -46,12 +48,15 @@ def may_be_folder(name: str) -> bool:
     return "." not in name.rpartition("/")[2]
 
 
-def said_of_hidden(source: object, hidden: Iterable[str]) -> str:
-    """Return a line with the number of hidden files and folders of a source that are skipped, and the first of them."""
+def log_hidden(source: object, hidden: Iterable[str]) -> None:
+    """Log how many hidden files and folders of a source are skipped, if any, and the first of them."""
     names = sorted(hidden, key=in_order)
     first = ", ".join(ascii(name) for name in names[:NAMED])
     more = ", ..." if len(names) > NAMED else ""
-    return f"{source}: {len(names)} hidden or special files and folders are skipped: {first}{more}"
+    if names:
+        log.warning(
+            f"{source}: {len(names)} hidden or special files and folders are skipped: {first}{more}"
+        )
 
 
 def displayable(name: str) -> str:

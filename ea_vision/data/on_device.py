@@ -1,6 +1,6 @@
 """Loaders for images that fit in memory: decoded once, kept as uint8 on the device, augmented there in batches."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -51,14 +51,13 @@ class EvalLoader(_OnDevice):
 
     training = False
 
-    def images_of(self, places: Sequence[int]) -> torch.Tensor:
+    def images_of(self, places: list[int] | torch.Tensor) -> torch.Tensor:
         """Return images by their numbers: float32 (B, C, H, W), normalised."""
-        return normalize(self.images[list(places)], self.mean, self.std)
+        return normalize(self.images[places], self.mean, self.std)
 
     def batches(self) -> Iterator[Batch]:
         """Yield the batches; the last ones may be short or empty."""
         for images in self.eval_images():
             numbers = torch.tensor(list(images), dtype=torch.int64)
             there = sent(numbers, self.device)
-            shown = normalize(self.images[there], self.mean, self.std)
-            yield Batch(shown, self.targets[there], numbers)
+            yield Batch(self.images_of(there), self.targets[there], numbers)

@@ -92,7 +92,7 @@ def load_dataset(
         root = Path(data_dir) if data_dir else cache_root() / "torchvision"
         return _load_torchvision(name, root, scaling, download)
     train, test = [ImageFiles(place) for place in places_of(data_dir)]
-    check_same_classes(train.name, train.classes, test.name, test.classes)
+    check_same_classes(train, test)
     decoded = [_decoded(files, scaling, workers) for files in (train, test)]
     return DataSet(*decoded, train.classes)
 
@@ -134,19 +134,14 @@ def _load_torchvision(name: str, root: Path, scaling: Scaling, download: bool) -
     problem = (
         f"{name} cannot be read from {root} (--download fetches it, folder reads tars and folders)"
     )
-    with as_usage_error(problem, (RuntimeError, OSError)):
-        train = read(str(root), train=True, download=download)
-        test = read(str(root), train=False, download=download)
-    return DataSet(
-        _of_torchvision(train, f"{name} train", scaling),
-        _of_torchvision(test, f"{name} test", scaling),
-        train.classes,
-    )
-
-
-def _of_torchvision(found, name: str, scaling: Scaling) -> Images:
-    names = [f"{name} {i}" for i in range(len(found))]
-    return Images(_resized(found.data, scaling), torch.tensor(found.targets), names)
+    splits = []
+    for split in ("train", "test"):
+        with as_usage_error(problem, (RuntimeError, OSError)):
+            files = read(str(root), train=split == "train", download=download)
+        names = [f"{name} {split} {i}" for i in range(len(files))]
+        targets = torch.tensor(files.targets)
+        splits.append(Images(_resized(files.data, scaling), targets, names))
+    return DataSet(*splits, files.classes)
 
 
 def _resized(pixels: np.ndarray, scaling: Scaling) -> Tensor:
@@ -158,14 +153,17 @@ def _resized(pixels: np.ndarray, scaling: Scaling) -> Tensor:
     return scaled.permute(0, 3, 1, 2).contiguous()
 
 
-def check_same_classes(
-    train: object, classes: list[str], test: object, test_classes: list[str]
-) -> None:
-    """Raise UsageError, naming the two sources, unless both have the same classes in the same order."""
+def check_same_classes(train, test, attribute: str = "classes") -> None:
+    """Raise UsageError, naming the two sources, unless both have the same classes in the same order.
+
+    Args:
+        train, test: images with a `name` and their classes in an attribute.
+    """
+    classes, test_classes = (list(map(str, getattr(split, attribute))) for split in (train, test))
     if classes != test_classes:
         differ = sorted(set(classes) ^ set(test_classes)) or ["their order"]
         raise UsageError(
-            f"{train} ({len(classes)} classes) and {test} ({len(test_classes)}) must have the same "
+            f"{train.name} ({len(classes)} classes) and {test.name} ({len(test_classes)}) must have the same "
             f"classes; they differ in {', '.join(differ[:5])}"
         )
 

@@ -51,13 +51,6 @@ def list_tar(path: Path) -> dict[str, Span]:
     return files
 
 
-def read_span(path: str | Path, start: int, size: int) -> bytes:
-    """Return bytes of a file."""
-    with open(path, "rb") as file:
-        file.seek(start)
-        return file.read(size)
-
-
 def _list_archive(path: Path, file: BinaryIO, start: int, end: int) -> dict[str, Span]:
     """Return the files of the tar in bytes `start` to `end` of a file."""
     files: dict[str, Span] = {}
@@ -81,7 +74,7 @@ def _list_archive(path: Path, file: BinaryIO, start: int, end: int) -> dict[str,
 
 def _add(files: dict[str, Span], path: Path, member: tarfile.TarInfo) -> None:
     """Add a tar's entry to its files. It replaces an earlier one of the same name."""
-    name = _clean(member.name)
+    name = posixpath.normpath(member.name).lstrip("/")  # without ./, //, and / at its start
     if member.type in NO_FILES:
         return
     files.pop(name, None)
@@ -122,8 +115,3 @@ def _refuse_more(path: Path, file: BinaryIO, end: int) -> None:
                 f"{path} is not a readable tar: other bytes follow its end, at byte {place - len(rest)} "
                 "(unpack joined tars by tar -xi, and pack one)"
             )
-
-
-def _clean(name: str) -> str:
-    """Return a name without ./, //, and / at its start."""
-    return posixpath.normpath(name).lstrip("/")

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,14 +70,12 @@ class DataModule:
         Raises:
             UsageError: they have other classes.
         """
-        splits = (train, self.evaluated)
-        first, second = (list(map(str, getattr(split, classes))) for split in splits)
-        check_same_classes(train.name, first, self.evaluated.name, second)
+        check_same_classes(train, self.evaluated, classes)
         self.train = train
         self.describe = train.describe
-        own = train.fingerprint()
-        self.same_images = own == self.fingerprint
-        self.fingerprint = own + self.fingerprint
+        fingerprint = train.fingerprint()
+        self.same_images = fingerprint == self.fingerprint
+        self.fingerprint = fingerprint + self.fingerprint
         self.about["train_data"] = train.name
 
     @classmethod
@@ -142,8 +140,8 @@ class DataModule:
         config = self.config
         mean, std = image_statistics(model)
         return {
-            "mean": tuple(config.mean or mean),
-            "std": tuple(config.std or std),
+            "mean": config.mean or mean,
+            "std": config.std or std,
             "device": self.world.device,
             "rank": self.world.rank,
             "world_size": self.world.size,
@@ -154,6 +152,9 @@ class DataModule:
     def take_network(self, model: nn.Module, note: Mapping[str, Any], target: str) -> None:
         """Give a network that is not trained here the mean and std of its run.
 
+        Its classes are those of its note, else the `label_names` of its configuration, else ImageNet's if it has 1000
+        and the data's are WordNet IDs.
+
         Args:
             note: of the network's weights. target: how it was named, for the message.
 
@@ -161,7 +162,10 @@ class DataModule:
             UsageError: it has other classes than the data.
         """
         set_image_statistics(model, note)
-        expected = note.get("classes") or pretrained_classes(model, self.classes)
+        expected = note.get("classes") or model.pretrained_cfg.get("label_names")
+        are_wordnet = all(re.fullmatch(r"n\d{8}", name) for name in self.classes)
+        if not expected and model.num_classes == 1000 and are_wordnet:
+            expected = timm.data.ImageNetInfo().label_names()
         check_classes(model, self.classes, expected, target)
 
     def follow(self, model: nn.Module, given: Mapping[str, Any]) -> None:
@@ -189,26 +193,13 @@ class DataModule:
 
 
 def check_classes(
-    model: nn.Module, classes: list[str], expected: list[str] | None, source: str
+    model: nn.Module, classes: list[str], expected: Sequence[str] | None, source: str
 ) -> None:
     """Raise UsageError if a model's classes differ from those of the data in number or, if they are known, in name."""
     if model.num_classes != len(classes):
         raise UsageError(f"{source} has {model.num_classes} classes, the data {len(classes)}")
-    if expected is not None and expected != classes:
+    if expected and list(expected) != classes:
         first = next((a, b) for a, b in zip(expected, classes, strict=True) if a != b)
         raise UsageError(
             f"{source} was trained on other classes: {first[0]!r} where the data has {first[1]!r}"
         )
-
-
-def pretrained_classes(model: nn.Module, classes: list[str]) -> list[str] | None:
-    """Return the class names of a model's pretrained weights, to compare with the data's, or None if they are unknown.
-
-    They are the `label_names` of its configuration. Without these they are ImageNet's, if the model has 1000 classes
-    and the data's are WordNet IDs.
-    """
-    if model.pretrained_cfg.get("label_names"):
-        return list(model.pretrained_cfg["label_names"])
-    if model.num_classes == 1000 and all(re.fullmatch(r"n\d{8}", name) for name in classes):
-        return list(timm.data.ImageNetInfo().label_names())
-    return None

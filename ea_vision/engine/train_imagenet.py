@@ -49,8 +49,8 @@ EXAMPLES = """\
 class ImageNetConfig(StreamConfig, ClassificationConfig, model="ea_aa_resnet50", recipe="imagenet"):
     """The options of this trainer."""
 
-    output: str = setting("", "the run's own folder; empty: runs/imagenet-MODEL")
-    data_dir: str = setting("", "folder with train and val, folders or tars of classes")
+    output: str = setting("", "the run's own folder; empty: runs/imagenet-MODEL", "run")
+    data_dir: str = setting("", "folder with train and val, folders or tars of classes", "data")
 
     dataset: str = option(
         "", "another data set: hfds/NAME of Hugging Face's; empty: that of data_dir", "data"
@@ -149,16 +149,12 @@ class ImageNetConfig(StreamConfig, ClassificationConfig, model="ea_aa_resnet50",
         return self.eval_img_size or self.img_size
 
     @property
-    def size_of(self) -> GrowingSize | None:
-        """Side in pixels of the training images by epoch; None if it is always img_size."""
-        if not self.first_img_size:
-            return None
-        return GrowingSize(self.first_img_size, self.img_size, *self.grow_epochs)
+    def size_of(self) -> GrowingSize:
+        """Side in pixels of the training images by epoch."""
+        return GrowingSize(self.first_img_size or self.img_size, self.img_size, *self.grow_epochs)
 
     @property
     def train_sizes(self) -> set[int]:
-        if self.size_of is None:
-            return {self.img_size}
         return {self.img_size, *map(self.size_of, range(math.ceil(self.epochs)))}
 
 
@@ -167,10 +163,10 @@ class GrowingTrainer(ClassificationTrainer):
     each epoch, for evaluation, checkpoints and larger images."""
 
     def finish_epoch(self) -> None:
-        size_of = self.config.size_of
+        size = self.config.size_of(self.progress.epoch)
         for model in (self.model, self.best_model):
-            if size_of is not None and hasattr(model, "fill_offsets_beyond"):
-                model.fill_offsets_beyond(size_of(self.progress.epoch))
+            if hasattr(model, "fill_offsets_beyond"):
+                model.fill_offsets_beyond(size)
         super().finish_epoch()
 
 
@@ -210,12 +206,16 @@ class ClassFolders(DataModule):
     ):
         """Return the images of "train" or "validation": those of an FFCV file if `beton` names one (stored as they are
         `evaluated`), else those of --dataset or --data-dir. Without `training`, --data-dir may itself hold the class
-        folders."""
+        folders.
+
+        Raises:
+            UsageError: also if they have other than --num-classes classes (0: any number).
+        """
         config = self.config
         if beton:
-            return Beton(Path(beton), config.num_classes, evaluated)
-        if config.dataset:
-            return HubImages(
+            images = Beton(Path(beton), evaluated)
+        elif config.dataset:
+            images = HubImages(
                 config.dataset,
                 config.data_dir,
                 split,
@@ -224,7 +224,14 @@ class ClassFolders(DataModule):
                 input_key=config.input_key or "image",
                 target_key=config.target_key or "label",
             )
-        return ImageFiles(self._place_of(config, split, named, training), config.num_classes)
+        else:
+            images = ImageFiles(self._place_of(config, split, named, training))
+        classes = len(images.classes)
+        if config.num_classes not in (0, classes):
+            raise UsageError(
+                f"{images.name} must have {config.num_classes} classes (--num-classes), got {classes}"
+            )
+        return images
 
     @staticmethod
     def _place_of(config: ImageNetConfig, split: str, named: str, training: bool) -> Path:

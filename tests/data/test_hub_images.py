@@ -80,7 +80,6 @@ def test_texts_are_refused_as_classes(hub):
             "--target-key .* got image: it has image .*, label",
         ),
         ({"named": "extra"}, " extra .*Unknown split"),
-        ({"num_classes": 4}, "must have 4 classes"),
     ],
 )
 def test_other_columns_and_splits_are_one_line(hub, given, message):
