@@ -56,6 +56,7 @@ class DetectionConfig(
     model: str = option(
         "aa_resnet50",
         "registered timm model, ours or timm's, with features at strides 8, 16 and 32",
+        "model",
     )
     model_kwargs: dict = option(
         {},
@@ -68,8 +69,10 @@ class DetectionConfig(
         "begin with the weights of a file or run folder of classification instead, "
         "for the backbone",
     )
-    output: str = setting("", "the run's own folder; empty: runs/detection-MODEL")
-    data_dir: str = setting("", "folder with train/, val/, train.json and val.json, or COCO's own")
+    output: str = setting("", "the run's own folder; empty: runs/detection-MODEL", "run")
+    data_dir: str = setting(
+        "", "folder with train/, val/, train.json and val.json, or COCO's own", "data"
+    )
 
     img_size: int = option(
         640,
@@ -157,13 +160,13 @@ class CocoDetection(DataModule):
     def __init__(self, config: DetectionConfig, world: World, training: bool):
         super().__init__(config, world, training)
         require_pycocotools()
-        self.test = self.evaluated = CocoFolder(config.data_dir, "val")
-        self.classes = self.test.classes
-        self.fingerprint = self.test.fingerprint()
+        self.evaluated = CocoFolder(config.data_dir, "val")
+        self.classes = self.evaluated.classes
+        self.fingerprint = self.evaluated.fingerprint()
         self.about = {
             "task": KIND,
-            "category_ids": self.test.category_ids,
-            "eval_data": self.test.name,
+            "category_ids": self.evaluated.category_ids,
+            "eval_data": self.evaluated.name,
         }
         if training:
             self._train_on(CocoFolder(config.data_dir, "train"), "categories")
@@ -213,7 +216,7 @@ class CocoDetection(DataModule):
         return BoxTrainLoader(self.train, transform=transform, **keywords)
 
     def eval_loader(self, **keywords) -> BoxEvalLoader:
-        return BoxEvalLoader(self.test, transform=eval_transform, **keywords)
+        return BoxEvalLoader(self.evaluated, transform=eval_transform, **keywords)
 
     def loader_keywords(self, model: Detector) -> dict:
         """Return the loaders' keywords. mean and std only go into config.yaml: the detector normalises by itself."""
@@ -227,9 +230,9 @@ class CocoDetection(DataModule):
 
     def take_network(self, model: Detector, note: Mapping[str, Any], target: str) -> None:
         """Raise UsageError if a detector to evaluate has other categories than the data."""
-        if (note["classes"], note["category_ids"]) != (self.classes, self.test.category_ids):
+        if (note["classes"], note["category_ids"]) != (self.classes, self.evaluated.category_ids):
             raise UsageError(
-                f"{target} was trained on other categories than those of {self.test.json}"
+                f"{target} was trained on other categories than those of {self.evaluated.json}"
             )
 
     def write_details(self, folder: Path, result: DetectionResult, name: str) -> Path:

@@ -75,8 +75,8 @@ def option(
     Args:
         default: its value if neither recipe nor command line sets it.
         help: for --help; states the unit.
-        group: title of the options among which --help-all lists it; default: that of the option which it replaces, or
-            which stands before it.
+        group: title of the options among which --help-all lists it; default: that of the option which stands before
+            it, or before the one that it replaces.
         choices, minimum, maximum, above: the values it allows; `above` is an exclusive minimum.
         not_with: an option that excludes this one: while that has a value, this one must keep its default.
         goes_with: an option that this one needs: while that has no value, this one must keep its default.
@@ -110,10 +110,6 @@ class TrainConfig:
             cls.__annotations__[name] = inherited[name].type
             rules = vars(inherited[name].metadata["rules"])
             setattr(cls, name, option(**{**rules, "default": default}))
-        for name, field in vars(cls).items():
-            if name in inherited and isinstance(field, dataclasses.Field):
-                rules = field.metadata["rules"]
-                rules.group = rules.group or inherited[name].metadata["rules"].group
 
     model: str = option(
         "ea_conv_transformer_cifar", "registered timm model, ours or timm's", "model"
@@ -294,6 +290,8 @@ class TrainConfig:
 
     # Not an option: names of the model keywords that only the recipe sets, which a model may lack.
     optional_kwargs = frozenset()
+    # Whether pairs of images of a batch are mixed, so that the batch size must be even.
+    mixes = False
 
     def __post_init__(self):
         hints = typing.get_type_hints(type(self))
@@ -310,10 +308,6 @@ class TrainConfig:
             )
         if self.min_lr > self.lr:
             raise UsageError(f"min_lr must be at most lr ({self.lr:g}), got {self.min_lr:g}")
-        self._check_cuda_graphs()
-
-    def _check_cuda_graphs(self) -> None:
-        """Raise UsageError if the gradients of several batches are to be added up by CUDA graphs."""
         if self.cuda_graphs and self.grad_accum_steps > 1:
             raise UsageError(
                 f"compile_mode {self.compile_mode} needs updates of one batch per process, because each replay "
@@ -356,11 +350,6 @@ class TrainConfig:
         """Whether the compiled model is replayed as CUDA graphs, if the device is CUDA."""
         return self.compile and self.compile_mode in CUDA_GRAPHS
 
-    @property
-    def mixes(self) -> bool:
-        """Whether pairs of images of a batch are mixed, so that the batch size must be even."""
-        return False
-
     def for_processes(self, processes: int) -> "TrainConfig":
         """Return these options with the batch_size and grad_accum_steps that make `total_batch` on so many processes.
 
@@ -387,10 +376,8 @@ class TrainConfig:
         count = 1
         while images % (count * pair) or images // count > self.batch_size:
             count += 1
-        shared = copy.copy(self)
-        shared.grad_accum_steps = count
-        shared.batch_size = images // count
-        shared._check_cuda_graphs()
+        shared = dataclasses.replace(self, grad_accum_steps=count, batch_size=images // count)
+        shared.optional_kwargs = self.optional_kwargs
         return shared
 
     def images_of_update(self, processes: int) -> int:
@@ -443,6 +430,7 @@ class StreamConfig(TrainConfig):
         -1,
         "processes (threads for FFCV) that decode images, per training process; 0: in this one; -1: one "
         "per CPU, up to 8, and where processes are spawned (macOS, Windows) one per 1,000 images",
+        "data",
         minimum=-1,
         maximum=MOST_WORKERS,
     )

@@ -102,18 +102,19 @@ def train(module: type[DataModule], config: TrainConfig) -> None:
         RunError: the run had to stop.
     """
     folder = folder_of(module, config)
+    stop = StopRequest()
     try:
-        with StopRequest() as stop, join_world(config.device, config.dist_timeout) as world:
+        with stop, join_world(config.device, config.dist_timeout) as world:
             stop.deferred = world.size > 1  # several processes leave together, after an update
             log_to_stdout(world.rank)
             check_writable(folder)
             with run_folder.locked(folder, world):
                 _train(module, config, folder, world, stop)
-    except StoppedAtOnce as error:
+    except StoppedAtOnce:
         raise RunError(
-            f"stopped by signal {error.signal} before an update of this start; nothing is lost, the "
+            f"stopped by signal {stop.signal} before an update of this start; nothing is lost, the "
             "same command goes on",
-            128 + error.signal,
+            128 + stop.signal,
         ) from None
 
 
@@ -129,8 +130,7 @@ def _train(
         log.info("%s is complete", folder)
         return
     trainer, about = put_together(data, folder, stop)
-    loaders = (trainer.train_loader, trainer.eval_loader)
-    with closing(loaders[0]), closing(loaders[1]):
+    with closing(trainer.train_loader), closing(trainer.eval_loader):
         begin_or_resume(trainer, about)
         trainer.fit()
         finish(trainer, about)

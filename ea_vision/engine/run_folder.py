@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import yaml
 from filelock import FileLock, Timeout, UnixFileLock
@@ -101,22 +100,16 @@ def write_metrics(
 # ---- weights and results --------------------------------------------------------------------------------------------
 
 
-def note_of(folder: Path) -> dict[str, Any] | None:
-    """Return the note for a run's weights, from its config.yaml: the model's name, NOTE_ENTRIES, and how images to
-    evaluate on are prepared; None without that file."""
+def _encode(folder: Path, weights: dict[str, Tensor], metadata: dict[str, str]) -> bytes:
+    """Return a file of a run's weights, with a note from its config.yaml: the model's name, NOTE_ENTRIES, and how
+    images to evaluate on are prepared. Weights of ea_vision's classifiers include the note, which these networks check.
+    """
     if not (folder / CONFIG).is_file():
-        return None
+        return encode_weights(weights, metadata)
     config, about = read_config(folder)
     entries = {key: about[key] for key in NOTE_ENTRIES if key in about}
     evaluation = {key: config[key] for key in OPTIONS if key in config}
-    return {"model": config.get("model"), **entries, "evaluation": evaluation}
-
-
-def _encode(folder: Path, weights: dict[str, Tensor], metadata: dict[str, str]) -> bytes:
-    """Return a file of a run's weights. Those of ea_vision's classifiers include the note that these networks check."""
-    note = note_of(folder)
-    if note is None:
-        return encode_weights(weights, metadata)
+    note = {"model": config.get("model"), **entries, "evaluation": evaluation}
     text = json.dumps(note)
     checks_notes = note["model"] in (*list_networks(), EVOLVED)
     if checks_notes and note.get("task", CLASSIFICATION) == CLASSIFICATION:

@@ -5,15 +5,7 @@ import signal
 
 
 class StoppedAtOnce(BaseException):
-    """Raised in the main thread by a signal before the first update. No library that catches Exception stops it.
-
-    Attributes:
-        signal: its number.
-    """
-
-    def __init__(self, number: int):
-        super().__init__(number)
-        self.signal = number
+    """Raised in the main thread by a signal before the first update. No library that catches Exception stops it."""
 
 
 class StopRequest:
@@ -51,4 +43,4 @@ class StopRequest:
         if number == signal.SIGINT:
             signal.signal(number, signal.default_int_handler)
         if first and not self.deferred:
-            raise StoppedAtOnce(number)
+            raise StoppedAtOnce

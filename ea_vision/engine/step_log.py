@@ -144,19 +144,19 @@ class StepLog:
             with self._optional("Weights & Biases"):
                 self.board.log(values, step=step)
 
-    def send_picture(self, name: str, path: Path, step: int) -> None:
-        """Send a picture to TensorBoard and Weights & Biases; step: the number of updates."""
+    def send_maps(self, path: Path, step: int) -> None:
+        """Send a picture of maps to TensorBoard and Weights & Biases; step: the number of updates."""
         with Image.open(path) as image:
             pixels = np.asarray(image.convert("RGB"))
         if self.writer:
             with self._optional("TensorBoard"):
-                self.writer.add_image(name, pixels, step, dataformats="HWC")
+                self.writer.add_image("maps", pixels, step, dataformats="HWC")
                 self.writer.flush()
         if self.board:
             import wandb
 
             with self._optional("Weights & Biases"):
-                self.board.log({name: wandb.Image(pixels)}, step=step)
+                self.board.log({"maps": wandb.Image(pixels)}, step=step)
 
     def close(self) -> None:
         """End the run of Weights & Biases."""

@@ -266,7 +266,10 @@ class Trainer:
         whatever a kill left undone.
         """
         random_states = self.world.gather(random_state(self.world.device))
-        buffers = self._buffers_of_ranks()
+        buffers = None  # the first process's are those of all
+        if self.world.size > 1 and self.own_statistics:
+            local = {"model": buffers_of(self.model), "best_model": buffers_of(self.best_model)}
+            buffers = self.world.gather(local)
         last = self.folder / checkpoint.LAST
         is_good = self.last_good == last
         self.last_good = last
@@ -295,13 +298,6 @@ class Trainer:
             atomic_write(self.folder / checkpoint.BEST, data)
         previous = self.folder / checkpoint.PREVIOUS
         atomic_write(last, data, keep_previous_as=previous if is_good else None)
-
-    def _buffers_of_ranks(self) -> list[dict] | None:
-        """Return the buffers of every process, in order of rank, or None if a run needs only the first one's."""
-        if self.world.size == 1 or not self.own_statistics:
-            return None
-        buffers = {"model": buffers_of(self.model), "best_model": buffers_of(self.best_model)}
-        return self.world.gather(buffers)
 
     # ---- what differs between tasks ----------------------------------------------------------------------------------
 
@@ -449,7 +445,7 @@ class Trainer:
     def updates_in_epoch(self) -> int:
         """The number of updates in the current epoch; a fraction in --epochs shortens the last one."""
         left = self.total_updates - self.progress.epoch * self.updates_per_epoch
-        return min(self.updates_per_epoch, max(left, 0))
+        return min(self.updates_per_epoch, left)
 
     def _place(self) -> int:
         """Return how many updates of this run's batch size lead here, which sets the learning rate. If the run began
@@ -565,7 +561,7 @@ class Trainer:
         if self.step_log is not None:
             self.step_log.send("epoch", row)
             if picture is not None:
-                self.step_log.send_picture("maps", picture, row["step"])
+                self.step_log.send_maps(picture, row["step"])
         self._log_epoch(row)
 
     def _evaluated(self, number: int) -> dict[str, float]:
