@@ -121,23 +121,15 @@ def exit_code(main: Callable[[], int]) -> int:
             print(f"error: {who}{' '.join(str(error).split())}", file=sys.stderr)
         return error.code if isinstance(error, RunError) else 2
     except OSError:
-        refusal = _refusal_of_stdout()
-        if refusal is None:
-            raise
-        if isinstance(refusal, BrokenPipeError):
-            return 141  # a shell's exit code for SIGPIPE
-        print(f"error: standard output cannot be written: {refusal.strerror}", file=sys.stderr)
-        return 1
+        try:
+            print(flush=True)  # a flush alone writes nothing if Python does not buffer
+        except OSError as refusal:
+            sys.stdout = open(os.devnull, "w", encoding="utf-8")  # for all that comes after it
+            if isinstance(refusal, BrokenPipeError):
+                return 141  # a shell's exit code for SIGPIPE
+            print(f"error: standard output cannot be written: {refusal.strerror}", file=sys.stderr)
+            return 1
+        raise
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         return 130
-
-
-def _refusal_of_stdout() -> OSError | None:
-    """Return the error of writing to standard output, or None. After an error further output is discarded."""
-    try:
-        print(flush=True)  # a flush alone writes nothing if Python does not buffer
-    except OSError as error:
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")
-        return error
-    return None

@@ -168,7 +168,7 @@ def _place_in_world() -> tuple[int, int, int]:
     size = _of_environment("WORLD_SIZE", 1)
     rank = _of_environment("RANK", 0)
     local_rank = _of_environment("LOCAL_RANK", 0)
-    if not 0 <= rank < size:
+    if rank >= size:
         raise UsageError(f"RANK must be 0 to WORLD_SIZE - 1, got RANK {rank} of WORLD_SIZE {size}")
     needed = ("RANK", "MASTER_ADDR", "MASTER_PORT") if size > 1 else ()
     missing = [name for name in needed if not os.environ.get(name)]

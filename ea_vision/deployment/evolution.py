@@ -56,11 +56,10 @@ class FoldedEvolution(nn.Module):
         self.own_gain = (1 - alpha) / unit
         convs = evolution.convs
         self.num_convs = len(convs)
-        dtype = convs[0].weight.dtype if convs else torch.float32
-        self._keep("prev", alpha / unit, 1, dtype)
-        self._keep("rest", (1 - beta) * unit, 0, dtype)
-        self._buffer("passing", (share * unit).to(dtype))
-        self._keep("sign", share.sign(), 1, dtype)
+        self._keep("prev", alpha / unit, 1)
+        self._keep("rest", (1 - beta) * unit, 0)
+        self._buffer("passing", share * unit)
+        self._keep("sign", share.sign(), 1)
         self.phases = [*(phases for phases in (4, 2) if phases * num_heads <= BLOCK), 1]
         for number, conv in enumerate(convs):
             weight = exact(conv.weight)
@@ -72,15 +71,16 @@ class FoldedEvolution(nn.Module):
                 weight = weight * size.unsqueeze(-1)
                 bias = bias * size.flatten()
             for phases in self.phases:
-                self._buffer(f"weight{number}_{phases}", in_phases(weight, phases).to(dtype))
-            self._buffer(f"bias{number}", bias.to(dtype))
+                self._buffer(f"weight{number}_{phases}", in_phases(weight, phases))
+            self._buffer(f"bias{number}", bias)
+        self.to(convs[0].weight.dtype if convs else torch.float32)
 
     def _buffer(self, name: str, value: Tensor | None) -> None:
         self.register_buffer(name, value, persistent=False)
 
-    def _keep(self, name: str, gain: Tensor, idle: float, dtype: torch.dtype) -> None:
+    def _keep(self, name: str, gain: Tensor, idle: float) -> None:
         """Keep a factor as a buffer, or None if it is `idle` for all heads, which changes nothing."""
-        self._buffer(name, None if (gain == idle).all() else gain.to(dtype))
+        self._buffer(name, None if (gain == idle).all() else gain)
 
     def _convolve(self, maps: Tensor) -> Tensor:
         """Apply all convolutions to maps (B, K, N, N), each with its activation.

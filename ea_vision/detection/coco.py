@@ -4,7 +4,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -140,9 +140,10 @@ class CocoFolder(Dataset):
             "size": size,
         }
 
-    def ground_truth(self, indices: Iterable[int] | None = None) -> dict:
+    def ground_truth(self, indices: Sequence[int] | None = None) -> dict:
         """Return the content of a COCO JSON for the images of these indices (None: all), for the metric."""
-        indices = list(range(len(self)) if indices is None else indices)
+        if indices is None:
+            indices = range(len(self))
         annotations = []
         for index in indices:
             for row in self.annotations[index]:

@@ -287,13 +287,17 @@ def create_detector(
     for key in _RETINANET:
         if key in backbone_kwargs:
             retinanet[key] = backbone_kwargs.pop(key)
-    body_kwargs = {
+    keywords = {
         "img_size": img_size,
         "min_head_qk": min_head_qk,
         "augment_strided": augment_strided,
         **backbone_kwargs,
     }
-    body = _create_body(backbone, img_size, body_kwargs)
+    defaults = {"img_size": img_size, "min_head_qk": 0, "augment_strided": True}
+    # a backbone may lack the keywords that have their defaults
+    optional = {key for key, value in defaults.items() if keywords[key] == value}
+    create = partial(timm.create_model, backbone, features_only=True)
+    body, _ = create_leaving_out(create, keywords, optional)
     if frozen_norm:
         body = freeze_batch_norm_2d(body)
     if grad_checkpointing:
@@ -342,12 +346,3 @@ def _check(anchors: int, head_norm: str | None, img_size: int) -> None:
         raise ValueError(f"head_norm must be 'batch' or None, got {head_norm!r}")
     if img_size < 32 or img_size % 32:
         raise ValueError(f"img_size must be a multiple of 32 pixels, got {img_size!r}")
-
-
-def _create_body(backbone: str, img_size: int, kwargs: dict) -> nn.Module:
-    """Create a network that returns features. Keywords that it lacks are dropped if they have their defaults."""
-    defaults = {"img_size": img_size, "min_head_qk": 0, "augment_strided": True}
-    optional = {key for key, value in defaults.items() if kwargs[key] == value}
-    create = partial(timm.create_model, backbone, features_only=True)
-    body, _ = create_leaving_out(create, kwargs, optional)
-    return body

@@ -33,6 +33,7 @@ SAVED = "config.json"  # of a folder that timm's save_for_hf or transformers' sa
 # kinds of networks
 CLASSIFICATION = "classification"  # what a run learns, unless its config.yaml has another `task`
 TRANSFORMERS = "transformers"
+HUBS = ("hf-hub:", "local-dir:")  # before the names of timm's models elsewhere
 EXPORTED = (".onnx", ".pt2")  # by the suffix of a file
 # what reading a config.yaml raises that is damaged, missing or another program's
 CONFIG_ERRORS = (OSError, yaml.YAMLError, ValueError, TypeError, LookupError)
@@ -208,7 +209,7 @@ def check_model_name(name: str, alternative: str = "") -> None:
     prefix, _, place = name.partition(":")
     if prefix == "local-dir" and not Path(place, SAVED).is_file():
         raise UsageError(f"{name} must be a folder with a {SAVED}, as timm's save_for_hf writes")
-    if prefix in ("hf-hub", "local-dir") or is_model(name):
+    if name.startswith(HUBS) or is_model(name):
         return
     if not alternative and Path(name, CONFIG).is_file():
         raise UsageError(
@@ -220,9 +221,7 @@ def check_model_name(name: str, alternative: str = "") -> None:
 
 def is_target(text: str) -> bool:
     """Return whether a text is the name of a model, of a hub's or folder's, or a path that exists."""
-    prefix, colon, _ = text.partition(":")
-    is_hub = bool(colon) and prefix in ("hf-hub", "local-dir")
-    return is_hub or is_model(text) or os.path.exists(text)
+    return text.startswith(HUBS) or is_model(text) or os.path.exists(text)
 
 
 def parse_targets(text: str) -> list[str]:
