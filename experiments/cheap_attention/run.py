@@ -3,7 +3,7 @@
     python -m experiments.cheap_attention.run times
     python -m experiments.cheap_attention.run pilot TINY-IMAGENET SCENES RUNS
     python -m experiments.cheap_attention.run rates TINY-IMAGENET SCENES RUNS --rates 3 10
-    python -m experiments.cheap_attention.run lengths TINY-IMAGENET SCENES RUNS
+    python -m experiments.cheap_attention.run lengths TINY-IMAGENET SCENES RUNS --epochs 24 30 --seeds 100
     python -m experiments.cheap_attention.run study TINY-IMAGENET SCENES RUNS
     python -m experiments.cheap_attention.run analyse
 
@@ -43,7 +43,6 @@ RUNS = RESULTS / "cheap-attention-runs.csv"
 PILOT_SEEDS = range(100, 103)
 SEEDS = range(110, 118)
 SHORT = 6  # epochs
-LENGTHS = (24, 36)  # epochs, and 1.25 times as many
 SIDE = 112
 BATCH = 50
 PLACEMENTS = {
@@ -189,9 +188,9 @@ def run_all(
 def validate(
     args: argparse.Namespace, more: list[str], lengths: dict[str, float], file: Path
 ) -> int:
-    """Train the ways with the pilot's seeds and keep their best top-1 on the validation photos in a file."""
+    """Train the ways and keep their best top-1 on the validation photos in a file."""
     rows = pd.read_csv(file).to_dict("records") if file.exists() else []
-    for way, seed, output in run_all(args, more, lengths, PILOT_SEEDS):
+    for way, seed, output in run_all(args, more, lengths, args.seeds):
         results = run_folder.read_results(output)
         top1 = results[f"{results['eval_split']}_best"]["top1"]
         rows = [row for row in rows if (row["way"], row["seed"]) != (way, seed)]
@@ -221,10 +220,7 @@ def choose_lengths(args: argparse.Namespace, more: list[str]) -> int:
     """Make the runs of the plain network that choose the length of "converged"."""
     if STUDY.plain_rate is None:
         raise UsageError("the plain network's rate must be chosen first, and entered in STUDY")
-    lengths = {}
-    for epochs in LENGTHS:
-        for length in (epochs, 1.25 * epochs):
-            lengths[at_rate(f"plain {length:g}", STUDY.plain_rate)] = length
+    lengths = {at_rate(f"plain {epochs}", STUDY.plain_rate): epochs for epochs in args.epochs}
     return validate(args, more, lengths, LENGTH_RUNS)
 
 
@@ -291,10 +287,11 @@ def main(argv: list[str] | None = None) -> int:
             part.add_argument(
                 "--rates", type=int, nargs="+", required=True, help="in units of the recipe's"
             )
-        if name == "study":
-            part.add_argument(
-                "--seeds", type=int, nargs="+", default=SEEDS, help="(default: 110 to 117)"
-            )
+        if name == "lengths":
+            part.add_argument("--epochs", type=int, nargs="+", required=True)
+        seeds = SEEDS if name == "study" else PILOT_SEEDS
+        shown = f"(default: {seeds[0]} to {seeds[-1]})"
+        part.add_argument("--seeds", type=int, nargs="+", default=seeds, help=shown)
     args, more = parser.parse_known_args(argv)
     if args.part == "times":
         return measure()

@@ -50,12 +50,12 @@ def test_the_pilots_and_the_study_keep_a_row_of_each_run(place, monkeypatch):
     tuned = run_folder.read_config(place / "runs/instead rate 3-100")[0]
     assert tuned["lr"] == 3 * load_recipe("finetune_resnet")["lr"]
     assert tuned["attention_lr"] == 10
-    monkeypatch.setattr(study, "LENGTHS", [1])
+    lengths = ["lengths", *folders, "--epochs", "1"]
     with refused("rate must be chosen"):
-        study.main(["lengths", *folders])
+        study.main(lengths)
     monkeypatch.setattr(study, "STUDY", study.Study("instead", rate=1, plain_rate=3))
-    assert study.main(["lengths", *folders]) == 0
-    assert pd.read_csv(study.LENGTH_RUNS)["way"].tolist() == ["plain 1 rate 3", "plain 1.25 rate 3"]
+    assert study.main(lengths) == 0
+    assert pd.read_csv(study.LENGTH_RUNS)["way"].tolist() == ["plain 1 rate 3"]
     assert not list((place / "runs").glob("*-100/test")), "the pilots saw no test photo"
     command = ["study", *folders, "--seeds", "110", "111"]
     assert study.main(command) == 0
