@@ -25,34 +25,25 @@ def make_boxes(out, train=1, val=1, empty=None):
                 label, width, height = rng.integers((0, 16, 16), (3, 33, 33)).tolist()
                 x, y = (rng.integers((33 - width, 65 - height)) + (left, 0)).tolist()
                 pixels[y : y + height, x : x + width, label] = 255
+                row = {"image_id": index + 1, "category_id": CATEGORIES[label]["id"]}
                 if index != empty:
-                    annotations.append(
-                        {
-                            "image_id": index + 1,
-                            "category_id": CATEGORIES[label]["id"],
-                            "bbox": [x, y, width, height],
-                        }
-                    )
+                    annotations.append({**row, "bbox": [x, y, width, height]})
             Image.fromarray(pixels).save(out / split / f"{index}.png")
             images.append({"id": index + 1, "file_name": f"{index}.png", "width": 64, "height": 64})
-        (out / f"{split}.json").write_text(
-            json.dumps({"images": images, "annotations": annotations, "categories": CATEGORIES})
-        )
+        content = {"images": images, "annotations": annotations, "categories": CATEGORIES}
+        (out / f"{split}.json").write_text(json.dumps(content))
 
 
-def box_loader(kind, source, transform, img_size=32, **options):
+def box_loader(kind, source, transform, img_size=32, workers=0):
     """Return a loader, in batches of three, on a CPU."""
     return kind(
         source,
         transform=transform,
-        **{
-            "img_size": img_size,
-            "mean": (0, 0, 0),
-            "std": (1, 1, 1),
-            "device": torch.device("cpu"),
-            "batch_size": 3,
-            "workers": 0,
-            "bad_images": BadImages(9),
-            **options,
-        },
+        img_size=img_size,
+        mean=(0, 0, 0),
+        std=(1, 1, 1),
+        device=torch.device("cpu"),
+        batch_size=3,
+        workers=workers,
+        bad_images=BadImages(9),
     )

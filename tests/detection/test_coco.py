@@ -1,4 +1,5 @@
-"""`CocoFolder`: what it reads, and what it refuses."""
+"""`CocoFolder`: what it reads, and what it refuses. Boxes that are not visible in their image are counted, logged, and
+left out of training and of the metric."""
 
 import json
 import re
@@ -9,6 +10,8 @@ from PIL import Image
 
 from ea_vision.data.decoding import BrokenImage
 from ea_vision.detection.coco import CocoFolder, results_of
+from ea_vision.detection.evaluate import coco_metrics
+from ea_vision.detection.transforms import eval_transform
 from tests.refused import refused
 
 CONTENT = {  # two images; three categories whose ids have gaps and no order
@@ -53,14 +56,12 @@ def test_boxes_labels_and_an_image_without_boxes(tmp_path, places):
     assert image.shape == (3, 20, 30)
     assert image.dtype == torch.uint8
     assert target["size"] == (20, 30)
-    assert target["boxes"].tolist() == [
-        [2, 3, 12.5, 11],
-        [0, 0, 30, 20],
-    ]  # the crowd is not among them
+    # the crowd is not among them
+    assert target["boxes"].tolist() == [[2, 3, 12.5, 11], [0, 0, 30, 20]]
     assert target["labels"].tolist() == [2, 1]
     assert target["image_id"] == 7
-    empty = data[1][1]
     assert len(data) == 2
+    empty = data[1][1]
     assert empty["boxes"].shape == (0, 4)
     assert empty["labels"].shape == (0,)
     rows = results_of(7, {**target, "scores": torch.tensor([0.9, 0.5])}, data.category_ids)
@@ -152,3 +153,72 @@ def test_some_images_and_fingerprint(tmp_path):
     assert data.fingerprint() != third.fingerprint()
     Image.new("RGB", (30, 20), "red").save(data.describe(0))
     assert CocoFolder(tmp_path / "one", "val").fingerprint() != other.fingerprint()  # by its size
+
+
+# ---- boxes that are not visible --------------------------------------------------------------------------------------
+
+
+SEEN = [5, 5, 10, 10]
+UNSEEN = [
+    *([10, 10, 0, 5], [10, 10, -5, -5], [25, 5, -20, 10]),  # without area
+    *([500, 500, 10, 10], [30, 0, 10, 10], [-20, 5, 10, 10]),  # outside
+    *([0.1, 0.1, 0.2, 0.2], [29.5, 5, 10, 10], [5, 5, 0.9, 10]),
+]
+
+
+def boxed(root, *boxes):
+    """The folder of these boxes of the first image."""
+    rows = [{"image_id": 7, "category_id": 1, "bbox": box} for box in boxes]
+    return folder(root, {**CONTENT, "annotations": rows})
+
+
+def check_found(data, box):
+    """Check that a detector that finds this box alone scores 100."""
+    detection = {"image_id": 7, "category_id": 1, "bbox": box, "score": 0.9}
+    assert coco_metrics(data.ground_truth(), [detection])[0]["AP"] == pytest.approx(100)
+
+
+@pytest.mark.parametrize("box", UNSEEN)
+def test_what_training_leaves_out_the_metric_leaves_out(tmp_path, caplog, box):
+    data = boxed(tmp_path, SEEN, box)
+    [line] = caplog.messages
+    assert "1 of 2 boxes are left out of training and evaluation, " in line
+    assert line.endswith(f"the first: {box} of a.png")
+    assert len(data[0][1]["boxes"]) == 1
+    check_found(data, SEEN)
+    assert data.fingerprint() == boxed(tmp_path, SEEN).fingerprint()
+
+
+@pytest.mark.parametrize(
+    "box, seen",
+    [
+        ([-20, 5, 40, 10], [0, 5, 20, 10]),
+        ([20, 10, 100.5, 100], [20, 10, 10, 10]),
+        ([-1, -2, 50, 40], [0, 0, 30, 20]),
+        ([29, 5, 10, 10], [29, 5, 1, 10]),
+        ([0, 0, 1, 1], [0, 0, 1, 1]),
+    ],
+)
+def test_the_metric_cuts_boxes_at_the_border_as_training_does(tmp_path, caplog, box, seen):
+    """A detector that finds all that can be seen scores 100."""
+    data = boxed(tmp_path, box)
+    assert not caplog.messages
+    [row] = data.ground_truth()["annotations"]
+    assert (row["bbox"], row["area"]) == (seen, seen[2] * seen[3])
+    trained = eval_transform(30)(*data[0])[1]["boxes"].tolist()
+    x, y, width, height = seen
+    assert trained == [[x, y, x + width, y + height]]
+    check_found(data, seen)
+
+
+def test_many_are_counted_and_a_json_without_a_box_that_can_be_seen_is_an_error(tmp_path, caplog):
+    boxed(tmp_path, SEEN, *UNSEEN)
+    assert "9 of 10 boxes" in caplog.text
+    with refused("must be x, y, .* in pixels, got 2 boxes .* fractions of"):
+        boxed(tmp_path, [0.1, 0.1, 0.2, 0.2], [0.5, 0.5, 0.4, 0.4])
+
+
+def test_a_file_name_may_be_a_path_of_its_own(tmp_path):
+    path = tmp_path / "elsewhere.png"
+    Image.new("RGB", (16, 24)).save(path)
+    assert folder(tmp_path, with_last("images", file_name=str(path)))[1][0].shape == (3, 24, 16)

@@ -15,37 +15,31 @@ from ea_vision.engine.config import TrainConfig
 from tests.detection.boxes import box_loader, make_boxes
 from tests.refused import refused
 
-BOXES = [  # image, category, box, crowd; image 3 has none
-    (1, 3, [10, 10, 20, 20], 0),
-    (1, 90, [50, 50, 60, 60], 0),
-    (2, 3, [0, 0, 120, 150], 0),
-    (2, 3, [150, 150, 40, 40], 1),
-]
-TRUTH = {
+
+def annotation(number, image, category, box, crowd=0):
+    row = {"image_id": image, "category_id": category, "bbox": box}
+    return {"id": number, "area": box[2] * box[3], "iscrowd": crowd, **row}
+
+
+TRUTH = {  # image 3 has no box
     "images": [{"id": n, "file_name": f"{n}.png", "width": 200, "height": 200} for n in (1, 2, 3)],
     "categories": [{"id": 3, "name": "cat"}, {"id": 90, "name": "brush"}],  # ids with gaps
-    "annotations": [],
+    "annotations": [
+        annotation(1, 1, 3, [10, 10, 20, 20]),
+        annotation(2, 1, 90, [50, 50, 60, 60]),
+        annotation(3, 2, 3, [0, 0, 120, 150]),
+        annotation(4, 2, 3, [150, 150, 40, 40], crowd=1),
+    ],
 }
-for _image, _category, _box, _crowd in BOXES:
-    _row = {"image_id": _image, "category_id": _category, "bbox": _box, "iscrowd": _crowd}
-    _number = len(TRUTH["annotations"]) + 1
-    TRUTH["annotations"].append({"id": _number, "area": _box[2] * _box[3], **_row})
 
 
-def as_detections(annotations):
-    detections = []
-    for row in annotations:
-        detection = {key: row[key] for key in ("image_id", "category_id", "bbox")}
-        detections.append({**detection, "score": 0.9})
-    return detections
+DETECTIONS = [{**row, "score": 0.9} for row in TRUTH["annotations"]]
 
 
 def test_ground_truth_scores_all():
-    before = repr(TRUTH)
-    detections = as_detections(TRUTH["annotations"])
-    measures, per_class = coco_metrics(TRUTH, detections)
-    assert repr(TRUTH) == before, "what is given is left as it is"
-    assert detections == as_detections(TRUTH["annotations"])
+    before = repr((TRUTH, DETECTIONS))
+    measures, per_class = coco_metrics(TRUTH, DETECTIONS)
+    assert repr((TRUTH, DETECTIONS)) == before, "what is given is left as it is"
     assert measures == pytest.approx(dict.fromkeys(MEASURES, 100.0))
     assert per_class == [
         {"class": "cat", "objects": 2, "AP": 100.0, "AP50": 100.0},
@@ -56,22 +50,19 @@ def test_ground_truth_scores_all():
 def test_no_detections_score_0_and_measures_without_objects_are_nan():
     small = {**TRUTH, "annotations": TRUTH["annotations"][:1]}
     measures, per_class = coco_metrics(small, [])
-    assert measures["AP"] == measures["AP50"] == measures["APs"] == 0
-    assert math.isnan(measures["APm"])
-    assert math.isnan(measures["APl"])
-    assert per_class[0]["AP"] == 0
-    assert math.isnan(per_class[1]["AP"])
+    zero_and_nan = {"AP": 0, "AP50": 0, "AP75": 0, "APs": 0, "APm": math.nan, "APl": math.nan}
+    assert measures == pytest.approx(zero_and_nan, nan_ok=True)
+    assert [row["AP"] for row in per_class] == pytest.approx([0, math.nan], nan_ok=True)
     result = DetectionResult(3, measures, per_class, [])
     assert result.numbers()["APl"] is None
     assert "APl" not in result.line()
 
 
 def test_detections_in_a_crowd_do_not_count():
-    detections = as_detections(TRUTH["annotations"][:3])
     inside = {"image_id": 2, "category_id": 3, "bbox": [155, 155, 30, 30], "score": 0.95}
-    assert coco_metrics(TRUTH, [*detections, inside])[0]["AP"] == pytest.approx(100)
     beside = {**inside, "bbox": [100, 160, 30, 30]}
-    assert coco_metrics(TRUTH, [*detections, beside])[0]["AP"] < 100
+    assert coco_metrics(TRUTH, [*DETECTIONS[:3], inside])[0]["AP"] == pytest.approx(100)
+    assert coco_metrics(TRUTH, [*DETECTIONS[:3], beside])[0]["AP"] < 100
 
 
 class Perfect(torch.nn.Module):
