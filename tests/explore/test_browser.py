@@ -367,9 +367,8 @@ def test_the_fragment_reproduces_the_view(open_page):
 def test_a_link_with_unknown_values_says_what_there_is(open_page, address):
     page = open_page()
     first = state(page)
-    page.goto(
-        f"{address}#layer=99&head=7&image=5&style=nope&query=64,0;3,3"
-    )  # also in an open page
+    page.goto(f"{address}#layer=99&head=7&image=5&style=nope&query=64,0;3,3")
+    check_state(page, head=7, image=0)
     message = page.locator("#message")
     assert message.inner_text().startswith(
         "The address asks for image 5; there are 0, 1. "
@@ -377,7 +376,6 @@ def test_a_link_with_unknown_values_says_what_there_is(open_page, address):
         "The address asks for style nope; there are fog, cells. "
         "The address asks for query 64,0; there are all and 0,0 to 63,95 in ea_aa_resnet34"
     )
-    check_state(page, head=7, image=0)
     page.get_by_label("layer 8, head 0", exact=True).click()
     assert not message.is_visible()
     assert not open_page("#layer=21&head=mean&image=1&query=63,95").locator("#message").is_visible()
