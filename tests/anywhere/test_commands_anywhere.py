@@ -12,9 +12,15 @@ import pytest
 from ea_vision.engine import run_folder
 from ea_vision.engine.checkpoint import LAST
 from tests.data.photos import make_photos
-from tests.process import ROOT
+from tests.process import ROOT, python
 
 STUB = Path(__file__).parent / "stub"
+# Python begins with the stub, which removes what only some systems have
+ENVIRONMENT = {
+    "PYTHONPATH": os.pathsep.join((str(STUB), str(ROOT))),
+    "PYTHONWARNDEFAULTENCODING": "1",
+    "OMP_NUM_THREADS": "1",
+}
 MODEL = "ea_conv_transformer_cifar"
 PHOTO = str(ROOT / "docs" / "cat.jpg")
 SMALL = (
@@ -36,17 +42,11 @@ def place(tmp_path_factory):
 
 
 def started(*words, place):
-    """Start a command in `place`, with a Python from which the stub has removed what only some systems have."""
-    env = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join((str(STUB), str(ROOT))),
-        "PYTHONWARNDEFAULTENCODING": "1",
-        "OMP_NUM_THREADS": "1",
-    }
+    """Start a command in `place`."""
     return subprocess.Popen(
         [sys.executable, "-m", "ea_vision", *map(str, words)],
         cwd=place,
-        env=env,
+        env={**os.environ, **ENVIRONMENT},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         encoding="utf-8",
@@ -62,7 +62,7 @@ def run(*words, place, code=0):
     return said
 
 
-def test_the_stub_takes_things_away(place):
+def test_the_stub_takes_things_away():
     """Otherwise the tests below would prove nothing."""
     lines = (
         "import importlib.util, multiprocessing.context, os, signal",
@@ -73,13 +73,7 @@ def test_the_stub_takes_things_away(place):
         "assert not os.path.exists('/proc/cpuinfo')",
         "try:\n    import fcntl\nexcept ImportError:\n    print('gone')",
     )
-    env = {"PYTHONPATH": str(STUB), "PYTHONWARNDEFAULTENCODING": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", "\n".join(lines)],
-        env={**os.environ, **env},
-        capture_output=True,
-        encoding="utf-8",
-    )
+    done = python("-c", "\n".join(lines), **ENVIRONMENT)
     assert done.stdout == "gone\n", done.stderr
 
 
@@ -96,18 +90,19 @@ def test_a_run_that_was_killed_goes_on(place):
     assert run_folder.read_results(folder) is None
     assert "resumed from" in run(*words, place=place)
     assert run_folder.read_results(folder)["epochs"] == 1
-    for name, options in (("heatmap", ["--layers", "1"]), ("strip", ["--layers", "1"])):
+    for name in ("heatmap", "strip"):
         picture = place / f"{name} ü.png"
-        run(name, "--model", folder, *options, "-o", picture, "digits#0", place=place)
+        words = [name, "--model", folder, "--layers", "1", "-o", picture, "digits#0"]
+        run(*words, place=place)
         assert picture.stat().st_size > 1000
 
 
 def test_training_on_a_folder_with_two_workers(place):
     photos = make_photos(place / "photos ü")
     folder = place / "imagenet ü"
-    words = "--model test_resnet --img-size 16 --eval-resize 20 --batch-size 8 --workers 2"
-    words = ["train-imagenet", *words.split(), "--device", "cpu", "--epochs", "1"]
-    run(*words, "--recipe", "none", "--data-dir", photos, "--output", folder, place=place)
+    words = "train-imagenet --model test_resnet --img-size 16 --eval-resize 20 --batch-size 8"
+    words = f"{words} --workers 2 --device cpu --epochs 1 --recipe none".split()
+    run(*words, "--data-dir", photos, "--output", folder, place=place)
     assert run_folder.read_results(folder)["epochs"] == 1
 
 
@@ -120,19 +115,17 @@ def test_training_on_a_folder_with_two_workers(place):
         (f"statistics --model {MODEL} --layers 1 PHOTO -o", "statistics.pdf"),
         (f"explore --model {MODEL} --layers 1 PHOTO -o", "page.html"),
         ("export cnn_cifar --random -o", "net.pt2"),
+        (
+            f"probe --model {MODEL} --layers 1 --limit 12 --epochs 1 --width 8 --controls none -o",
+            "probe/results.csv",
+        ),
     ],
 )
 def test_commands(place, command, output):
     path = place / f"ü {output}"
     words = [PHOTO if word == "PHOTO" else word for word in command.split()]
-    run(*words, path, place=place)
+    run(*words, path.parent if words[0] == "probe" else path, place=place)
     assert path.stat().st_size > 100
-
-
-def test_the_probe(place):
-    words = "--layers 1 --limit 12 --epochs 1 --width 8 --controls none".split()
-    run("probe", "--model", MODEL, *words, "-o", place / "probe ü", place=place)
-    assert (place / "probe ü" / "results.csv").exists()
 
 
 def test_ffcv_is_asked_for_in_one_line(place):

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import onnxruntime
+import pandas as pd
 import pytest
 import torch
 from onnxruntime.quantization import CalibrationDataReader, quantize_static
@@ -111,34 +112,21 @@ def test_predict_needs_the_file_alone(suffix, kind, tmp_path, photos, capsys):
 
     def classes(target):
         assert predict.main([str(target), str(photos), "--json", "-"]) == 0
-        rows = json.loads(capsys.readouterr().out)
-        pairs = [(row["image"], each) for row in rows for each in row["classes"]]
-        return {(image, each["name"]): each["probability"] for image, each in pairs}
+        return pd.json_normalize(json.loads(capsys.readouterr().out), "classes", "image")
 
-    expected = classes(SHIPPED)
-    shares = classes(path)
-    assert list(shares) == list(expected)
-    assert shares == pytest.approx(expected, abs=1e-4)
+    pd.testing.assert_frame_equal(classes(path), classes(SHIPPED), atol=1e-4)
 
 
-@pytest.fixture(scope="module")
-def shipped(tmp_path_factory):
-    """A network with a norm of queries and keys, trained, and its file."""
-    model = load_model(SHIPPED)
-    return model, written(model.model, tmp_path_factory.mktemp("file") / "net.onnx", model.img_size)
-
-
-def test_photos_get_the_same_classes(shipped):
-    """And nearly the same logits."""
+def test_photos_get_the_same_classes(tmp_path):
+    """And nearly the same logits, of a trained network with a norm of queries and keys."""
     photo = Image.open(ROOT / "docs" / "cat.jpg")
-    photos = [photo, photo.transpose(Image.Transpose.FLIP_LEFT_RIGHT)]
-    model, network = shipped
-    images = torch.stack([model.input_of(photo) for photo in photos])
+    model = load_model(SHIPPED)
+    network = written(model.model, tmp_path / "net.onnx", model.img_size)
+    image = model.input_of(photo)
+    images = torch.stack([image, image.flip(-1)])
     with torch.no_grad():
-        expected = model.model(images)
-        logits = network(images)
-    assert torch.equal(logits.argmax(1), expected.argmax(1))
-    assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()
+        assert torch.equal(network(images).argmax(1), model.model(images).argmax(1))
+    assert difference(model.model, network, images) < 1e-4
 
 
 @pytest.mark.slow
@@ -174,14 +162,10 @@ def tiny(tmp_path_factory):
     return model, folder
 
 
-def test_what_the_user_silenced_stays_silent(tiny):
-    _, folder = tiny
-    logging.disable(logging.ERROR)
-    try:
-        ExportedNetwork(folder / "NET.PT2")
-        assert logging.root.manager.disable == logging.ERROR
-    finally:
-        logging.disable(logging.NOTSET)
+def test_what_the_user_silenced_stays_silent(tiny, monkeypatch):
+    monkeypatch.setattr(logging.root.manager, "disable", logging.ERROR)
+    ExportedNetwork(tiny[1] / "NET.PT2")
+    assert logging.root.manager.disable == logging.ERROR
 
 
 @pytest.mark.parametrize("name", ["NET.ONNX", "NET.PT2"])

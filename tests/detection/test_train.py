@@ -5,7 +5,6 @@ Private names: what is compiled shows only there.
 
 import csv
 import json
-import os
 import signal
 import sys
 from functools import partial
@@ -108,10 +107,13 @@ def test_two_processes_killed_and_resumed_are_undisturbed(data, tmp_path):
 
 def test_the_run_folder_has_what_the_other_trainers_write(uninterrupted):
     about = run_folder.read_config(uninterrupted)[1]
-    assert about["task"] == "detection"
-    assert about["measures"] == ["AP", "AP50", "AP75", "APs", "APm", "APl"]
-    assert about["category_ids"] == [3, 7, 90]
-    assert about["classes"] == ["red", "green", "blue"]
+    expected = {
+        "task": "detection",
+        "measures": ["AP", "AP50", "AP75", "APs", "APm", "APl"],
+        "category_ids": [3, 7, 90],
+        "classes": ["red", "green", "blue"],
+    }
+    assert expected.items() <= about.items()
     metrics = read_metrics(uninterrupted)
     assert metrics["epoch"] == [1, 2]
     assert metrics["train_loss"][1] < metrics["train_loss"][0]
@@ -202,7 +204,7 @@ def test_errors_are_one_line(data, tmp_path, more, message):
     options = arguments(data, tmp_path / "run", more.replace("{data}", str(data)))
     with refused(message):
         train.main(options[options.index("--recipe") :] if "--evaluate" in more else options)
-    assert not os.path.exists(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_without_pycocotools_one_line_says_what_to_install(data, tmp_path, monkeypatch):

@@ -155,9 +155,11 @@ def rows_of(recording, number, query, head, part="attn"):
 def check_row(shown, recording, number, query, head, part="attn"):
     """Check that a tile is the recorded map of a query, rounded to 8 bits, or the exact mean of all queries."""
     rows = rows_of(recording, number, query, head, part)
-    rounding = 0 if query == "all" else np.ptp(rows, -1).mean() / 255 * 0.501
+    step = np.ptp(rows, -1) / 255
+    largest = np.abs(rows).max(-1)
+    tolerance = 1e-5 * largest if query == "all" else 1e-5 * largest + 0.501 * step
     difference = np.array(shown["values"]) - rows.mean((0, 1))
-    assert np.abs(difference).max() <= rounding + 1e-5 * np.abs(rows).max(-1).mean()
+    assert np.abs(difference).max() <= tolerance.mean()
 
 
 # ---- values ---------------------------------------------------------------------------------------------------------
