@@ -23,9 +23,6 @@ ENVIRONMENT = {
 }
 MODEL = "ea_conv_transformer_cifar"
 PHOTO = str(ROOT / "docs" / "cat.jpg")
-SMALL = (
-    "--model-kwargs depth=1 widths=[8,8,8,8] --recipe none --device cpu --batch-size 250".split()
-)
 SECONDS = 300
 
 pytestmark = pytest.mark.slow
@@ -41,7 +38,7 @@ def place(tmp_path_factory):
     return folder
 
 
-def started(*words, place):
+def started(place, *words):
     """Start a command in `place`."""
     return subprocess.Popen(
         [sys.executable, "-m", "ea_vision", *map(str, words)],
@@ -53,9 +50,9 @@ def started(*words, place):
     )
 
 
-def run(*words, place, code=0):
+def run(place, *words, code=0):
     """Run a command to its end; return what it says."""
-    process = started(*words, place=place)
+    process = started(place, *words)
     said, _ = process.communicate(timeout=SECONDS)
     assert process.returncode == code, said
     assert "Traceback" not in said
@@ -79,21 +76,22 @@ def test_the_stub_takes_things_away():
 
 def test_a_run_that_was_killed_goes_on(place):
     folder = place / "run ü"
-    words = ["train-cifar", *SMALL, "--dataset", "digits", "--epochs", "1", "--output", folder]
-    words += ["--checkpoint-steps", "1"]
-    process = started(*words, place=place)
+    options = "--recipe none --dataset digits --epochs 1 --batch-size 250 --checkpoint-steps 1"
+    options = f"{options} --model-kwargs depth=1 widths=[8,8,8,8] --device cpu"
+    words = ["train-cifar", *options.split(), "--output", folder]
+    process = started(place, *words)
     while not (folder / "last.prev.ckpt").exists() and process.poll() is None:
         time.sleep(0.01)
     process.kill()
     process.communicate()
     assert (folder / LAST).exists()
     assert run_folder.read_results(folder) is None
-    assert "resumed from" in run(*words, place=place)
+    assert "resumed from" in run(place, *words)
     assert run_folder.read_results(folder)["epochs"] == 1
     for name in ("heatmap", "strip"):
         picture = place / f"{name} ü.png"
         words = [name, "--model", folder, "--layers", "1", "-o", picture, "digits#0"]
-        run(*words, place=place)
+        run(place, *words)
         assert picture.stat().st_size > 1000
 
 
@@ -102,7 +100,7 @@ def test_training_on_a_folder_with_two_workers(place):
     folder = place / "imagenet ü"
     words = "train-imagenet --model test_resnet --img-size 16 --eval-resize 20 --batch-size 8"
     words = f"{words} --workers 2 --device cpu --epochs 1 --recipe none".split()
-    run(*words, "--data-dir", photos, "--output", folder, place=place)
+    run(place, *words, "--data-dir", photos, "--output", folder)
     assert run_folder.read_results(folder)["epochs"] == 1
 
 
@@ -124,12 +122,12 @@ def test_training_on_a_folder_with_two_workers(place):
 def test_commands(place, command, output):
     path = place / f"ü {output}"
     words = [PHOTO if word == "PHOTO" else word for word in command.split()]
-    run(*words, path.parent if words[0] == "probe" else path, place=place)
+    run(place, *words, path.parent if words[0] == "probe" else path)
     assert path.stat().st_size > 100
 
 
 def test_ffcv_is_asked_for_in_one_line(place):
     words = ["write-ffcv", "--data-dir", place, "--split", "train", "--out", place / "a.beton"]
-    [line] = run(*words, place=place, code=2).splitlines()
+    [line] = run(place, *words, code=2).splitlines()
     assert line.startswith("error: ")
     assert "ffcv" in line

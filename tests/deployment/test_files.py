@@ -27,7 +27,6 @@ from ea_vision import export, predict
 from ea_vision.base.errors import RunError, UsageError
 from ea_vision.deployment.files import About, ExportedNetwork, export_program, sealed, write
 from ea_vision.zoo.loaded import LoadedModel, load_model
-from ea_vision.zoo.preparation import Preparation
 from tests.data.photos import picture
 from tests.deployment.test_deploy import difference, small
 from tests.engine.runner import error_of
@@ -142,8 +141,9 @@ def test_outputs_that_are_all_zero_agree(tiny, tmp_path):
     for parameter in model[-1].parameters():
         nn.init.zeros_(parameter)
     path = tmp_path / "net.pt2"
-    write(export_program(model, (8, 8)), path, about(model, (8, 8)))
-    loaded = LoadedModel(model, "zeros", Preparation((8, 8)))
+    preparation = about(model, (8, 8))
+    write(export_program(model, (8, 8)), path, preparation)
+    loaded = LoadedModel(model, "zeros", preparation)
     comparison = export.compare(loaded, [torch.rand(3, 8, 8)], path)
     assert comparison.startswith("same class on 1 of 1 image(s), largest difference 0.0e+00")
 
@@ -201,7 +201,7 @@ def renamed(proto):
     proto.graph.input[0].name = proto.graph.node[0].input[0] = "pixels"
 
 
-def said(**values):
+def stating(**values):
     """Return a change of a file's metadata."""
 
     def change(proto):
@@ -220,11 +220,11 @@ def emptied(proto):
     "change, message",
     [
         (
-            said(size=[16, 8]),
+            stating(size=[16, 8]),
             r"says that it takes images \(3, 16, 8\) .* refuses: .* index: 2 Got: 16 Expected: 8",
         ),
         (renamed, r"says that it takes images .* refuses: Required inputs \(\['pixels'\]\)"),
-        (said(size=8), "wrote, with its metadata: "),
+        (stating(size=8), "wrote, with its metadata: "),
         (emptied, "wrote, with its metadata: there is no 'size'"),
     ],
 )

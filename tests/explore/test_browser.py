@@ -25,7 +25,8 @@ from ea_vision.visualize.figure_request import record
 from ea_vision.visualize.map_style import MapStyle, norm_of
 from ea_vision.zoo.loaded import load_model
 from tests.data.photos import picture
-from tests.recorder.networks import CAIT, TINY, small_swin
+from tests.models.zoo import TINY, stirred
+from tests.recorder.networks import CAIT, small_swin
 
 CHROMIUM = os.environ.get("EA_VISION_CHROMIUM") or shutil.which("chromium")
 if os.environ.get("EA_VISION_REQUIRE_BROWSER") != "1":
@@ -491,7 +492,7 @@ def test_uniform_attention_is_that_of_the_keys_that_a_query_sees(show):
         shown = tile(page, 0, number, 0)
         low, high = shown["range"]
         assert np.sqrt(low * high) == pytest.approx(1 / keys)
-    largest = 4 * max(tile(page, 0, 2, 0)["values"])
+    largest = 4 * max(shown["values"])
     page.locator("#more summary").click()
     numbers = page.locator("#numbers").inner_text()
     [times] = re.findall(r"([\d.]+) times uniform", numbers)
@@ -578,10 +579,7 @@ def test_a_vision_transformer_begins_with_its_class_token_at_its_last_layer(
 def test_the_share_of_tokens_is_left_out_where_rows_do_not_sum_to_1(show):
     """Talking heads mix the probabilities: what the pixels lack is not what the class token gets."""
     model = evolve(timm.create_model("vit_tiny_patch16_224", **TINY), "talking_heads")
-    for block in model.blocks:
-        for parameter in block.attn.evolution.parameters():
-            torch.nn.init.normal_(parameter)
-    page = show(model, "#query=cls&layer=2")
+    page = show(stirred(model, by=1), "#query=cls&layer=2")
     numbers = page.locator("#numbers").text_content()
     assert "entropy of its attention" in numbers
     assert "of it to cls" not in numbers
