@@ -173,7 +173,7 @@ def test_backbones_begin_with_weights_of_classification(data, tmp_path):
     model, kwargs = begin(model="test_resnet")
     assert torch.equal(model.backbone.body.conv1[0].weight, classifier.conv1[0].weight)
     assert set(kwargs) == {"num_classes", "img_size", "anchors", "gamma", "box_loss", "head_norm"}
-    classifier = timm.create_model("aa_resnet34", num_classes=7, **layers)
+    classifier = timm.create_model("aa_resnet34", num_classes=7, min_head_qk=20, **layers)
     path.write_bytes(encode_weights(classifier.state_dict()))
     model, _ = begin(model="aa_resnet34", model_kwargs={**layers, "min_head_qk": 20})
     backbone_conv = model.backbone.body.model.layer4[0].conv1
