@@ -195,9 +195,11 @@ def offline(monkeypatch):
     for name, loaded in {
         "ViTModel": transformers.ViTModel(transformers.ViTConfig(**sizes)),
         "AutoImageProcessor": transformers.ViTImageProcessor(size={"height": 32, "width": 32}),
-        "AutoModel": huggingface.create("dinov3"),
+        "AutoModel": huggingface.create("DINOv3ViT"),
         "AutoTokenizer": tokenizer,
-        "AutoModelForSequenceClassification": huggingface.classifier(),
+        "AutoModelForSequenceClassification": huggingface.create(
+            "Bert", "ForSequenceClassification", num_labels=3
+        ),
     }.items():
         load = mock.Mock(return_value=loaded)
         monkeypatch.setattr(getattr(transformers, name), "from_pretrained", load)

@@ -72,14 +72,14 @@ for name in resnets.NAMES:
         ("ea", None),
         exact=True,
     )
-for name in huggingface.ARCHITECTURES:
+for name in huggingface.FAMILIES:
     ROWS[f"transformers' {name}"] = Row(
         partial(huggingface.create, name),
-        partial(huggingface.output, name=name),
-        partial(huggingface.stepped, name=name),
+        huggingface.output,
+        huggingface.stepped,
         tuple(huggingface.kinds_of(name)),
-        {"value_residual": True},
-        added=(".maps.",),
+        {"value_residual": True, "token_conv": name in huggingface.IMAGES},
+        added=(".maps.", ".token_conv."),
         unmoved=("proj_l.bias",),  # the softmax cancels it
         reload=huggingface.reloaded,
     )

@@ -206,39 +206,35 @@ def test_a_network_made_on_the_meta_device_is_initialised():
 
 
 @pytest.mark.parametrize(
-    "name,options,expected",
+    "name, options, learned, alpha, beta",
     [
-        ("ea", {}, (0.0, 0.0)),
-        ("ea", dict(alpha=0.5, beta=1.0, kernel_size=5), (0.5, 1.0)),  # the papers' constants
-        ("ea", dict(alpha=0.3), (0.3, 1.0)),
-        ("ea", dict(alpha=0.3, learnable=True), (0.3, 0.0)),
-        ("pa", dict(alpha=0.5), (0.5, 1.0)),
-        ("pa", {}, (0.0, 1.0)),
-        ("ea", dict(learnable="per_head"), (0.0, 0.0)),
+        ("ea", {}, True, 0.0, 0.0),
+        ("ea", dict(alpha=0.5, beta=1.0), False, 0.5, 1.0),  # the papers' constants
+        ("ea", dict(alpha=0.3), False, 0.3, 1.0),
+        ("ea", dict(alpha=0.3, learnable=True), True, 0.3, 0.0),
+        ("pa", dict(alpha=0.5), False, 0.5, 1.0),
+        ("pa", {}, True, 0.0, 1.0),
+        ("ea", dict(learnable="per_head"), True, [0.0] * 3, [0.0] * 3),
     ],
 )
-def test_gates_are_what_the_keywords_say(name, options, expected):
+def test_gates_are_what_the_keywords_say(name, options, learned, alpha, beta):
     model = tiny(f"{name}_vit_tiny_patch16_224", **options)
     first, *others = [block.attn.evolution for block in model.blocks]
     assert first is None
-    learnable = options.get("learnable", "alpha" not in options)
     for evolution in others:
         assert type(evolution) is evolution_class(name)
-        assert evolution.convs[0].kernel_size[0] == options.get("kernel_size", 3)
-        for gate in evolution.gates().values():
-            assert isinstance(gate, nn.Parameter) == bool(learnable)
-        for gate, value in zip((evolution.alpha, evolution.beta), expected, strict=True):
-            values = [value] * 3 if learnable == "per_head" else value
-            assert torch.as_tensor(gate).tolist() == pytest.approx(values)
+        assert {isinstance(gate, nn.Parameter) for gate in evolution.gates().values()} == {learned}
+        assert torch.as_tensor(evolution.alpha).tolist() == pytest.approx(alpha)
+        assert torch.as_tensor(evolution.beta).tolist() == pytest.approx(beta)
 
 
 @pytest.mark.parametrize("keyword", ["layers", "attn_layers"])
-def test_evolve_takes_gates_and_layers(keyword):
-    model = ea_vision.evolve(plain(), alpha=0.2, beta=0.1, learnable=False, **{keyword: [3]})
-    first, second, last = [block.attn.evolution for block in model.blocks]
-    assert first is None
-    assert second is None
+def test_evolve_takes_options_and_layers(keyword):
+    options = dict(alpha=0.2, beta=0.1, kernel_size=5, learnable=False, **{keyword: [3]})
+    *others, last = [block.attn.evolution for block in ea_vision.evolve(plain(), **options).blocks]
+    assert others == [None, None]
     assert (last.alpha, last.beta) == (0.2, 0.1)
+    assert last.convs[0].kernel_size == (5, 5)
 
 
 @pytest.mark.parametrize(

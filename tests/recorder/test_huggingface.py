@@ -11,7 +11,7 @@ import transformers
 from torch.testing import assert_close
 
 from ea_vision import record_attention
-from tests.models.test_huggingface import TOWER, model_of
+from tests.models import test_huggingface as huggingface
 from tests.process import ROOT
 from tests.refused import refused
 
@@ -69,7 +69,7 @@ NETWORKS = {
     "RT-DETR": ("RTDetr", RT_DETR, "RTDetrResNet", LEVELS, 3),
     "SAM": ("Sam", SAM, None, None, 0),
     "Mask2Former": ("Mask2Former", MASK2FORMER, "Swin", None, 1),
-    "CLIP, text": ("CLIPText", TOWER, None, None, 3),
+    "CLIP, text": ("CLIPText", {}, None, None, 3),
 }
 every = pytest.mark.parametrize("name", NETWORKS)
 
@@ -85,7 +85,7 @@ def create(name):
         config = getattr(transformers, f"{backbone}Config")(**BACKBONE, out_features=stages)
         options |= dict(backbone_config=config, backbone=None)
         options |= dict(use_timm_backbone=False, use_pretrained_backbone=False)
-    return model_of(family, **options)
+    return huggingface.create(family, **options)
 
 
 def inputs_of(name):

@@ -11,8 +11,8 @@ from torch.testing import assert_close
 
 from ea_vision import evolve, record_attention
 from ea_vision.recorder.recording import recordable_layers
+from tests.models import test_huggingface as huggingface
 from tests.models.test_any_transformer import NAMES, create, size_of
-from tests.models.test_huggingface import TEXT, VISION, model_of
 from tests.models.test_vision_transformer import needs_attn_layer
 from tests.recorder.networks import (
     LIMIT,
@@ -179,13 +179,12 @@ def test_language_models_of_transformers(name, queries):
 
 @torch.no_grad()
 def test_a_layer_of_one_tower():
-    one = {"num_hidden_layers": 1}
-    clip = model_of("CLIP", text_config=TEXT | one, vision_config=VISION | one)
+    clip = huggingface.create("CLIP")
     names = [layer.name for layer in recordable_layers(clip)]
-    [tower] = [name for name in names if name.startswith("vision_model")]
+    tower = next(name for name in names if name.startswith("vision_model"))
     with record_attention(clip, tower) as maps:
         clip(input_ids=torch.ones(2, 5, dtype=torch.long), pixel_values=images())
-    assert len(names) == 2
+    assert len(names) == 6
     assert maps[tower].attn.shape == (2, 4, 17, 17)
 
 

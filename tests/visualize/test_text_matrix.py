@@ -29,7 +29,7 @@ def shown(figure):
     return maps
 
 
-@pytest.mark.parametrize("name", ["bert", "roberta", "gpt2"])
+@pytest.mark.parametrize("name", ["Bert", "Roberta", "GPT2"])
 def test_maps_of_text_have_the_tokens_at_both_sides(name):
     """In units of uniform attention over the keys that a query sees; later keys of causal attention are blank."""
     network = create(name, add_cross_attention=False)
@@ -38,14 +38,14 @@ def test_maps_of_text_have_the_tokens_at_both_sides(name):
     assert rows == columns == WORDS
     attn = recorded(network, IDS)[2].attn[0, 1]
     for query in range(8):
-        seen = query + 1 if name == "gpt2" else 8
+        seen = query + 1 if name == "GPT2" else 8
         assert list(np.ma.getmaskarray(values)[query]) == [key >= seen for key in range(8)]
         for key in range(seen):
             assert values[query, key] == pytest.approx(float(attn[query, key]) * seen, rel=1e-4)
     assert not problems(figure)
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2"])
+@pytest.mark.parametrize("name", ["Bert", "GPT2"])
 def test_padding_is_blank(name):
     network = create(name, add_cross_attention=False)
     mask = torch.tensor([[1, 1, 1, 1, 1, 0, 0, 0]])
@@ -56,7 +56,7 @@ def test_padding_is_blank(name):
     assert not hidden[4, :5].any()
 
 
-@pytest.mark.parametrize("name", ["t5", "bart"])
+@pytest.mark.parametrize("name", ["T5", "Bart"])
 def test_encoder_decoder_and_cross_attention(name):
     network = create(name, decoder_start_token_id=0)
     target = ["<s>", "die", "Katze"]
@@ -87,7 +87,7 @@ def test_a_string_with_its_tokenizer_and_an_evolving_network():
         def convert_ids_to_tokens(self, ids):
             return [WORDS[number - 5] for number in ids]
 
-    network = ea_vision.evolve(create("bert", num_hidden_layers=2), "ea")
+    network = ea_vision.evolve(create("Bert", num_hidden_layers=2), "ea")
     figure = plot_matrix(network, " ".join(WORDS), processor=Tokenizer(), width=3.3)
     assert [rows for _, rows, _ in shown(figure)] == [WORDS] * 2
     assert not problems(figure)
@@ -97,7 +97,7 @@ def test_a_string_with_its_tokenizer_and_an_evolving_network():
 
 
 def test_long_texts_fit_a_page():
-    network = create("bert", max_position_embeddings=200, num_hidden_layers=2)
+    network = create("Bert", max_position_embeddings=200, num_hidden_layers=2)
     figure = plot_matrix(network, torch.arange(200)[None] % 32, width=3.3)
     assert not problems(figure)
     width, height = figure.get_size_inches()
@@ -116,7 +116,7 @@ def test_long_texts_fit_a_page():
 )
 def test_refusals(image, options, message):
     with refused(message):
-        plot_matrix(create("bert"), image, **options)
+        plot_matrix(create("Bert"), image, **options)
 
 
 def test_tokens_of_an_image_are_refused_and_a_layer_of_it_is_drawn():
@@ -130,7 +130,7 @@ def test_tokens_of_an_image_are_refused_and_a_layer_of_it_is_drawn():
 
 
 def test_heads_of_a_recorded_layer_keep_their_numbers():
-    network = create("bert")
+    network = create("Bert")
     everything = recorded(network, IDS)[1].attn[0]
     maps = recorded(network, IDS, layers=1, heads=[3, 1])
     figure = plot_matrix(maps[1])

@@ -15,7 +15,7 @@ from ea_vision.predict import predict as predictions
 from ea_vision.sizes import count_network
 from ea_vision.zoo.loaded import load_model
 from ea_vision.zoo.source import source_of
-from tests.models.test_huggingface import VISION
+from tests.models import test_huggingface as huggingface
 from tests.refused import refused
 from tests.run_folders import write_run
 
@@ -86,9 +86,8 @@ def test_preprocess_refuses_networks_of_other_images(channels):
 @pytest.mark.parametrize("evolved", [False, True])
 def test_a_folder_of_save_pretrained_is_a_target(evolved, tmp_path, capsys):
     classes = ["ant", "bee", "cow"]
-    torch.manual_seed(0)
-    config = transformers.ViTConfig(**VISION, id2label=dict(enumerate(classes)))
-    model = transformers.ViTForImageClassification(config)
+    labels = dict(enumerate(classes))
+    model = huggingface.create("ViT", "ForImageClassification", id2label=labels)
     if evolved:
         model = ea_vision.evolve(model, "ea")
     folder = tmp_path / "saved"
