@@ -2,7 +2,6 @@
 
 import inspect
 import json
-from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -32,7 +31,6 @@ from tests.models.zoo import (
     stepped,
     stirred,
 )
-from tests.recorder.networks import recorded
 from tests.refused import refused
 from tests.slow import slow_but
 
@@ -88,10 +86,7 @@ def assert_near(actual, expected):
 CASES = [*product(NAMES[:1], KINDS), *product(NAMES[1:], SOME)]
 
 
-FAST = [*product(KEPT | {NAMES[0]}, KINDS)]
-
-
-@pytest.mark.parametrize("case", slow_but(FAST, CASES))
+@pytest.mark.parametrize("case", slow_but([*product(KEPT | {NAMES[0]}, KINDS)], CASES))
 def test_learned_gates_are_named_and_checkpoints_change_nothing(case):
     name, kind = case
     x = images(*size_of(name))
@@ -126,9 +121,6 @@ def test_by_name_and_by_evolve_it_is_one_network(kind, fused):
     types = [type(layer) for layer in attention_layers(named)]
     assert types == [type(layer) for layer in attention_layers(evolved)]
     assert len(types) == 3
-    counts = count(named, (3, 32, 32)), count(evolved, (3, 32, 32))
-    # the operations have the classes' names
-    assert replace(counts[0], operations={}) == replace(counts[1], operations={})
     assert differ(named(images()), timms(images())) > 1e-2
 
 
@@ -230,23 +222,20 @@ def test_masks_are_refused_where_maps_evolve(name):
     model = create(name)
     if "attn_mask" not in inspect.signature(model.forward_features).parameters:
         pytest.skip("this timm has none")
-    x = images()
     tokens = 16 + model.num_prefix_tokens
     mask = torch.zeros(1, 1, tokens, tokens)
     mask[..., 0] = -torch.inf
     entries = ("forward", "forward_features", "forward_intermediates")
-    networks = (evolve(model), create("ea_vit_tiny_patch16_224"))
-    for masked, network, entry in product(
-        ({"attn_mask": mask}, {"is_causal": True}), networks, entries
-    ):
+    for network, entry in product((evolve(model), create("ea_vit_tiny_patch16_224")), entries):
         forward = getattr(network, entry)
-        if masked.keys() <= inspect.signature(forward).parameters.keys():
-            with refused("maps that evolve take no mask", ValueError):
-                forward(x, **masked)
+        for masked in ({"attn_mask": mask}, {"is_causal": True}):
+            if masked.keys() <= inspect.signature(forward).parameters.keys():
+                with refused("maps that evolve take no mask", ValueError):
+                    forward(images(), **masked)
     exclusive = evolve(model, "xsa")
-    expected = model.forward_features(x, attn_mask=mask)
+    expected = model.forward_features(images(), attn_mask=mask)
     for each in (mask, mask == 0):
-        assert_near(exclusive.forward_features(x, attn_mask=each), expected)
+        assert_near(exclusive.forward_features(images(), attn_mask=each), expected)
 
 
 def test_a_plain_network_does_not_go_back():
@@ -261,46 +250,20 @@ def test_packed_images_have_no_token_convolution():
         naflex(torch.randn(2, 4, 8 * 8 * 3), coordinates, torch.ones(2, 4, dtype=torch.bool))
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("kind", ["ea", "talking_heads"])
-@torch.no_grad()
-def test_recorded_maps_weigh_the_values(name, kind):
-    """The recorded map times the values is the output of attention."""
-    evolved = stirred(evolve(create(name), kind))
-    seen = []
-    for attn in attention_layers(evolved):
-
-        def attended(*args, plain=attn.attended):
-            values = args[3]
-            out = plain(*args)
-            seen.append((values, out))
-            return out
-
-        attn.attended = attended
-    maps = recorded(evolved, images(*size_of(name)))
-    if "cait" in name and kind != "talking_heads":
-        return  # CaiT's recorded map is the one before its own mixing
-    assert len(seen) == 6  # without and with the recording
-    for (values, out), layer in zip(seen[3:], maps.values(), strict=False):
-        heads = layer.attn @ values
-        assert_near(heads.transpose(1, 2).flatten(2), out)
-
-
 class LoRA(nn.Linear):
-    """A projection with a low-rank part, in loralib's way."""
+    """A projection with another beside it, which is merged in loralib's way."""
 
-    def __init__(self, base, rank=4):
+    def __init__(self, base):
         super().__init__(base.in_features, base.out_features)
         self.load_state_dict(base.state_dict(), strict=False)
-        self.down = nn.Parameter(0.1 * torch.randn(rank, base.in_features))
-        self.up = nn.Parameter(0.1 * torch.randn(base.out_features, rank))
+        self.added = nn.Linear(base.in_features, base.out_features, bias=False)
 
     def forward(self, x):
-        return super().forward(x) + x @ self.down.T @ self.up.T
+        return super().forward(x) + self.added(x)
 
     def merge(self):
-        self.weight += self.up @ self.down
-        self.up.zero_()
+        self.weight += self.added.weight
+        nn.init.zeros_(self.added.weight)
 
 
 @torch.no_grad()
