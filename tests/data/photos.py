@@ -34,6 +34,12 @@ def pack(folder, tar, *options):
     return tar
 
 
+def without_end_mark(content):
+    """Return a tar's bytes up to the end of its last file."""
+    used = content.rstrip(b"\0")
+    return used + bytes(-len(used) % 512)
+
+
 def same(folder, tar):
     """Assert that the folder and its tar have the same images."""
     files = ImageFiles(folder)
@@ -58,15 +64,15 @@ def make_classes(root, counts, classes, suffix, noise):
     return root
 
 
-def make_photos(root, train=40, val=13, classes=3, side=40):
-    """Write root/{train,val}/class_i/name.jpg of various shapes, the shorter side `side` pixels."""
+def make_photos(root, train=40, val=13, classes=3, side=40, **more):
+    """Write root/{train,val}/class_i/name.jpg of various shapes, the shorter side `side` pixels; more: other splits."""
 
     def noise(rng, index):
         size = (side + 3 * (index % 4), side) if index % 2 else (side, side + 5)
         small = Image.fromarray(rng.integers(0, 120, (6, 6, 3), dtype=np.uint8))
         return np.array(small.resize(size, Image.Resampling.BICUBIC))
 
-    return make_classes(root, {"train": train, "val": val}, classes, ".jpg", noise)
+    return make_classes(root, {"train": train, "val": val, **more}, classes, ".jpg", noise)
 
 
 def make_folder(root, train=40, test=13, classes=3, side=32):

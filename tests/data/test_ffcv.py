@@ -1,4 +1,5 @@
-"""FFCV files: images are read back as the image loader shows them, exactly or nearly; damaged files are named."""
+"""FFCV files: images are read back as the image loader shows them, exactly or nearly; any change in a .beton file's
+tables or in FILE.json is noticed when the file is opened; two writers at once do not disturb each other."""
 
 import os
 import shutil
@@ -6,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ import torch
 from PIL import Image
 
 from ea_vision.__main__ import main
+from ea_vision.base.errors import UsageError
 from ea_vision.data import write_ffcv
 from ea_vision.data.bad_images import BadImages
 from ea_vision.data.batches import Batch
@@ -21,7 +24,7 @@ from ea_vision.data.ffcv import BetonTrainLoader
 from ea_vision.data.image_files import ImageFiles
 from ea_vision.data.scaling import Scaling
 from tests.data.photos import make_photos
-from tests.data.test_image_files import png_of
+from tests.data.test_image_files import pgm_of
 from tests.refused import refused
 
 COMMON = {
@@ -41,7 +44,6 @@ def test_without_ffcv_the_error_says_how_to_install_it(tmp_path, monkeypatch, ca
     for name in [name for name in sys.modules if name.split(".")[0] == "ffcv"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "ffcv", None)
-    (tmp_path / "a.beton").write_bytes(b"1")
     with refused("apt-get install .*libturbojpeg0-dev.* conda"):
         Beton(tmp_path / "a.beton")
     assert write(make_photos(tmp_path), tmp_path / "b.beton") == 2
@@ -94,12 +96,31 @@ def betons(photos, tmp_path_factory):
     return {path.stem: path for path in folder.glob("*.beton")}
 
 
-@pytest.mark.parametrize("kind", ["raw", "jpeg", "half"])
-def test_whole_images_are_shown_as_they_are(photos, betons, kind):
+def copied(beton, out):
+    """Copy a file and the one beside it."""
+    shutil.copy(beton, out)
+    shutil.copy(sidecar(beton), sidecar(out))
+    return out
+
+
+@pytest.fixture
+def beton(betons, tmp_path):
+    """A copy to damage: 40 images of 3 classes, some as JPEG, some as pixels."""
+    return copied(betons["half"], tmp_path / "train.beton")
+
+
+def test_the_same_images_make_the_same_file(photos, betons, tmp_path):
+    again = tmp_path / "again.beton"
+    assert write(photos, again, "--jpeg-share 0.5 --workers 3") == 0
+    assert again.read_bytes() == betons["half"].read_bytes()
+
+
+@pytest.mark.parametrize("kind, is_jpeg", [("raw", {0}), ("jpeg", {1}), ("half", {0, 1})])
+def test_whole_images_are_shown_as_they_are(photos, betons, kind, is_jpeg):
     """Crops of the whole image, resized: re-encoding as JPEG at quality 90 and area scaling change little."""
     files = ImageFiles(photos / "train")
     beton = Beton(betons[kind])
-    assert set(beton.table[:, 4].tolist()) == {"raw": {0}, "jpeg": {1}, "half": {0, 1}}[kind]
+    assert set(beton.table[:, 4].tolist()) == is_jpeg
     assert beton.classes == files.classes
     assert np.array_equal(beton.labels, files.targets)
     images, targets, ids = shown(beton, scale=(1, 1), hflip=0)
@@ -124,7 +145,6 @@ def test_training_crops_are_of_all_sizes_flipped_half_of_the_time_and_kept(tmp_p
     beton.labels = np.resize(beton.labels, 400)
     beton.table = np.resize(beton.table, (400, 5))
     images = shown(beton, seed=1).images
-    assert torch.equal(images, shown(beton, seed=1).images)
     images = images * 0.2 * 255 + 127.5  # (400, 3, 32, 32), in 0..255
     across = (images[:, 0, 16, -1] - images[:, 0, 16, 0]) * 32 / 31
     down = (images[:, 1, -1, 16] - images[:, 1, 0, 16]) * 32 / 31
@@ -198,7 +218,7 @@ def test_broken_images_stop_the_writing_and_are_all_named(tmp_path, capsys):
     out = tmp_path / "out" / "train.beton"
     broken = root / "train/class_0/003.jpg", root / "train/class_1/large.png"
     broken[0].write_bytes(b"no image")
-    broken[1].write_bytes(png_of(11_000, 10_000))
+    broken[1].write_bytes(pgm_of(11_000, 10_000))
     Image.new("L", (1, 4000)).save(root / "train/class_2/narrow.png")
     assert write(root, out) == 2
     assert not list(out.parent.iterdir())
@@ -217,35 +237,115 @@ def test_broken_images_stop_the_writing_and_are_all_named(tmp_path, capsys):
         assert f"{flag} must lie in {limits}, got {given}" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_a_failed_write_keeps_the_previous_file(photos, betons, tmp_path, monkeypatch, capsys):
-    out = tmp_path / "train.beton"
-    for source, copy in ((betons["raw"], out), (sidecar(betons["raw"]), sidecar(out))):
-        shutil.copy(source, copy)
+def slow_writer(photos, out, **options):
+    """Start a process that waits before each image."""
+    code = (
+        "import sys, time; from ea_vision.__main__ import main; from ea_vision.data import write_ffcv; "
+        "read = write_ffcv.ImageFiles.read; "
+        "write_ffcv.ImageFiles.read = lambda *a: time.sleep(0.05) or read(*a); "
+        "sys.exit(main(['write-ffcv', *sys.argv[1:]]))"
+    )
+    command = [sys.executable, "-c", code, "--data-dir", photos, "--out", out, "--workers", "2"]
+    return subprocess.Popen(command, **options)
 
+
+@pytest.mark.slow
+def test_a_failed_write_keeps_the_previous_file(photos, beton, tmp_path, monkeypatch, capsys):
     def full(*_):
         raise OSError(28, "disk full")
 
     with monkeypatch.context() as patch:
         patch.setattr("ffcv.fields.RGBImageField.encode", full)
-        assert write(photos, out) == 1
+        assert write(photos, beton) == 1
     assert "disk full" in capsys.readouterr().err
-    assert set(tmp_path.iterdir()) == {out, sidecar(out)}
-    assert len(Beton(out)) == 40
-    code = (
-        "import sys, time; from ea_vision.__main__ import main; from ea_vision.data import write_ffcv; "
-        "write_ffcv.ImageFiles.read = lambda *_: time.sleep(0.1); sys.exit(main(['write-ffcv', *sys.argv[1:]]))"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, "--data-dir", str(photos), "--out", str(out)],
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # as in a terminal
+    assert set(tmp_path.iterdir()) == {beton, sidecar(beton)}
+    assert len(Beton(beton)) == 40
+    as_in_a_terminal = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = slow_writer(photos, beton, preexec_fn=as_in_a_terminal)
     while not list(tmp_path.glob(".train.beton.*.tmp")):
-        time.sleep(0.1)
+        time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130
+    assert set(tmp_path.iterdir()) == {beton, sidecar(beton)}
+    assert len(Beton(beton)) == 40
+
+
+def test_two_writers_at_once_leave_a_whole_file(photos, tmp_path):
+    out = tmp_path / "train.beton"
+    writers = [slow_writer(photos, out) for _ in range(2)]
+    assert [writer.wait(100) for writer in writers] == [0, 0]
+    files = ImageFiles(photos / "train")
+    beton = Beton(out)
+    assert len(beton) == 40
+    assert np.array_equal(beton.labels, files.targets)
     assert set(tmp_path.iterdir()) == {out, sidecar(out)}
-    assert len(Beton(out)) == 40
+
+
+def flip(path, bit):
+    with open(path, "r+b") as file:
+        file.seek(bit // 8)
+        byte = file.read(1)[0]
+        file.seek(bit // 8)
+        file.write(bytes([byte ^ (1 << bit % 8)]))
+
+
+def test_every_flipped_bit_of_the_tables_is_noticed(beton):
+    """The tables are the bytes before the first image and after the last one."""
+    whole = beton.read_bytes()
+    tables = read_tables(beton)
+    header, descriptors, metadata, sizes = tables.stored
+    before = 8 * (header.nbytes + descriptors.nbytes + metadata.nbytes)
+    after = 8 * (len(whole) - sizes.nbytes)
+    rng = np.random.default_rng(0)
+    # Most bits before the images are unused arguments of the fields, so the header and the rows are tried more often.
+    bits = [
+        *rng.integers(0, 8 * header.nbytes, 40),
+        *rng.integers(0, before, 40),
+        *rng.integers(before - 8 * metadata.nbytes, before, 60),
+        *rng.integers(after, 8 * len(whole), 60),
+    ]
+    for bit in map(int, bits):
+        flip(beton, bit)
+        with refused("train.beton"):
+            Beton(beton)
+        flip(beton, bit)
+    assert beton.read_bytes() == whole
+    assert len(Beton(beton)) == 40
+
+
+def test_every_flipped_bit_of_the_file_beside_it_is_noticed(beton):
+    file = sidecar(beton)
+    whole = file.read_bytes()
+    rows = shown(Beton(beton)).targets
+    silent = []
+    for bit in range(8 * len(whole)):
+        flip(file, bit)
+        try:
+            assert torch.equal(shown(Beton(beton)).targets, rows)
+            silent.append(whole[bit // 8 : bit // 8 + 1])
+        except UsageError:
+            pass
+        flip(file, bit)
+    assert set(silent) <= {b" ", b"\n"}, "white space alone"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "null", "5", '{"evaluated": 5}', '{"classes": []}', "{" * 10_000, "\xff"]
+)
+def test_a_damaged_file_beside_it_is_refused_in_one_line(beton, text):
+    sidecar(beton).write_bytes(text.encode("latin1"))
+    with refused("train.beton.json .*write both anew"):
+        Beton(beton)
+
+
+def test_a_file_beside_it_of_another_writer_or_for_another_file_is_refused(betons, beton):
+    """FFCV's own writer writes no FILE.json, and so no fingerprint."""
+    sidecar(beton).unlink()
+    with refused("train.beton.json is required .*write both anew"):
+        Beton(beton)
+    shutil.copy(sidecar(betons["raw"]), sidecar(beton))
+    with refused("do not belong together, or one of them is damaged"):
+        Beton(beton)
 
 
 def test_damaged_and_foreign_files_are_named(betons, tmp_path):
@@ -265,14 +365,14 @@ def test_damaged_and_foreign_files_are_named(betons, tmp_path):
 
 @pytest.mark.parametrize("left", [0, 0.5])
 def test_a_damaged_jpeg_is_counted_named_and_replaced(betons, tmp_path, left):
-    out = tmp_path / "out.beton"
+    out = copied(betons["jpeg"], tmp_path / "out.beton")
     bad = BadImages(1)
-    data = bytearray(betons["jpeg"].read_bytes())
-    start, size = Beton(betons["jpeg"]).table[1, :2].tolist()
-    data[start + int(left * size) : start + size] = bytes(size - int(left * size))
-    out.write_bytes(data)
-    shutil.copy(sidecar(betons["jpeg"]), sidecar(out))
     beton = Beton(out)
+    start, size = beton.table[1, :2].tolist()
+    kept = int(left * size)
+    with out.open("r+b") as file:
+        file.seek(start + kept)
+        file.write(bytes(size - kept))
     _, targets, ids = shown(beton, bad_images=bad)
     assert len(ids) == 40
     assert 1 not in ids

@@ -26,10 +26,8 @@ def put(folder, in_classes=False):
 def labels_of(source):
     """Class by name of the image."""
     files = ImageFiles(source)
-    labels = {}
-    for name, target in zip(files.names, files.targets, strict=True):
-        labels[Path(name).name] = files.classes[target]
-    return labels
+    pairs = zip(files.names, files.targets, strict=True)
+    return {Path(name).name: files.classes[target] for name, target in pairs}
 
 
 def kaggle(path):
@@ -60,7 +58,6 @@ def devkit(path):
         (kaggle, "val/LOC_val_solution.csv"),
         (devkit, "ILSVRC2012_devkit_t12.tar.gz"),
     ],
-    ids=lambda given: getattr(given, "__name__", given),
 )
 def test_flat_images_have_the_classes_of_the_files_beside_them(tmp_path, write, name):
     val = put(tmp_path / "val")
@@ -97,7 +94,5 @@ def test_damaged_label_files_are_one_line(tmp_path):
             ImageFiles(val)
     kaggle(solution)
     before = ImageFiles(val).fingerprint()
-    solution.write_text(
-        solution.read_text(encoding="utf-8").replace("n03888257", "n99999999"), encoding="utf-8"
-    )
+    solution.write_bytes(solution.read_bytes().replace(b"n03888257", b"n99999999"))
     assert ImageFiles(val).fingerprint() != before, "labels tell this data from other data"

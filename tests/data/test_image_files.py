@@ -3,9 +3,7 @@
 import io
 import re
 import shutil
-import struct
 import tarfile
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +14,7 @@ from timm.data import create_dataset
 from ea_vision.data.decoding import BrokenImage, decode_image, to_rgb
 from ea_vision.data.image_files import ImageFiles
 from ea_vision.data.splits import find_split
-from tests.data.photos import make_photos, pack, picture, same
+from tests.data.photos import make_photos, pack, picture, same, without_end_mark
 from tests.refused import refused
 
 
@@ -26,14 +24,9 @@ def photos(tmp_path):
     return make_photos(tmp_path / "photos", train=12, val=6)
 
 
-def png_of(width, height):
-    """Return the bytes of a PNG whose header has this size and whose pixels are cut off."""
-    file = io.BytesIO()
-    Image.new("L", (1, 1)).save(file, "PNG")
-    data = bytearray(file.getvalue())
-    data[16:24] = struct.pack(">II", width, height)
-    data[29:33] = struct.pack(">I", zlib.crc32(data[12:29]))
-    return bytes(data)
+def pgm_of(width, height):
+    """Return the bytes of an image whose header has this size and whose pixels are cut off."""
+    return f"P5 {width} {height} 255\n".encode()
 
 
 # ---- folders and tars: what is refused, and what is taken ------------------------------------------------------------
@@ -59,17 +52,12 @@ def test_folders_that_are_refused(photos):
     train = photos / "train"
     (train / "class_9").mkdir()
     (train / "class_9" / "x.heic").touch()
-    with refused(rf"1 class folder\(s\) of {train} have no images: class_9"):
+    with refused(r"1 class folder\(s\) of .*train have no images: class_9"):
         ImageFiles(train)
     for path in train.rglob("*.jpg"):
         path.unlink()
-    with refused(f"{train} has no images: class/name with a suffix of .jpg, .* is required"):
+    with refused("train has no images: class/name with a suffix of .jpg, .* is required"):
         ImageFiles(train)
-
-
-def last_member_end(data):
-    used = len(data.rstrip(b"\0"))
-    return used + -used % 512
 
 
 @pytest.mark.parametrize(
@@ -79,7 +67,7 @@ def last_member_end(data):
         (lambda data: b"not a tar, but some text " * 40, "invalid header"),
         (lambda data: data[:3000], "unexpected end of data|cut off at byte"),
         (lambda data: data[: data.index(b"./class_1") + 100], "damaged or cut off at byte"),
-        (lambda data: data[: last_member_end(data)], "damaged or cut off at byte"),
+        (without_end_mark, "damaged or cut off at byte"),
         (lambda data: data.replace(b"./class_1/", b"./klass_1/", 2), "damaged or cut off at byte"),
         (lambda data: b"\x1f\x8b" + data, "not a readable, uncompressed tar"),
         (lambda data: bytes(10240), "has no images: class/name"),
@@ -117,11 +105,7 @@ def other_files(train):
     (train / ".cache").mkdir()
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [images_folders, one_folder_around, linked_class, other_files],
-    ids=lambda layout: layout.__name__,
-)
+@pytest.mark.parametrize("layout", [images_folders, one_folder_around, linked_class, other_files])
 def test_layouts(photos, tmp_path, layout):
     """Folders and the tars of them have the same images, classes and names."""
     layout(photos / "train")
@@ -198,12 +182,11 @@ UNKNOWN = "UnidentifiedImageError: cannot identify image file, which must be one
         (b"", UNKNOWN),
         (EPS, UNKNOWN),  # Ghostscript would draw it
         (
-            png_of(20_000, 10_000),
+            pgm_of(20_000, 10_000),
             "must have at most 100 megapixels: Image size (200000000 pixels) exceeds limit",
         ),
-        (png_of(11_000, 10_000), "must have at most 100 megapixels, got 11000x10000"),
+        (pgm_of(11_000, 10_000), "must have at most 100 megapixels, got 11000x10000"),
     ],
-    ids=["empty", "EPS", "200 megapixels", "110 megapixels"],
 )
 def test_images_that_are_refused(tmp_path, monkeypatch, content, message):
     monkeypatch.setattr(

@@ -13,7 +13,6 @@ import torch
 from timm.data.distributed_sampler import RepeatAugSampler
 
 from ea_vision.base.errors import RunError
-from ea_vision.base.processes import World
 from ea_vision.data import imagenet, write_ffcv
 from ea_vision.data.augment import Augmentation
 from ea_vision.data.bad_images import BadImages
@@ -26,12 +25,11 @@ from ea_vision.data.on_device import EvalLoader, TrainLoader
 from ea_vision.data.scaling import Scaling
 from ea_vision.data.small_images import Images
 from tests.data.photos import make_photos
-from tests.data.test_image_files import png_of
+from tests.data.test_image_files import pgm_of
 from tests.refused import refused
 from tests.slow import FFCV, needs_ffcv
 
-MEAN = (0.5, 0.4, 0.3)
-STD = (0.2, 0.3, 0.25)
+COMMON = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.25), "device": torch.device("cpu")}
 DECODED = ["files", pytest.param("ffcv", marks=needs_ffcv)]
 
 
@@ -60,14 +58,13 @@ def small_images(count, side=8):
     return Images(pixels, torch.arange(count) % 10, list(map(str, range(count))))
 
 
-def loader(source, kind, batch_size, bad=None, **more):
+def loader(source, kind, batch_size, **more):
     """Return a loader of 16-pixel images; images on the device may get their own augmentation."""
-    usual = {"mean": MEAN, "std": STD, "device": torch.device("cpu"), "seed": 1}
-    more = {**usual, "batch_size": batch_size, **more}
+    more = {**COMMON, "seed": 1, "batch_size": batch_size, **more}
     if kind == "device":
         more.pop("workers", None)
         return TrainLoader(source, **{"augmentation": Augmentation(cutout=3), **more})
-    more = {"img_size": 16, "workers": 0, "bad_images": bad or BadImages(0), **more}
+    more = {"img_size": 16, "workers": 0, "bad_images": BadImages(0), **more}
     if kind == "ffcv":
         return BetonTrainLoader(source, scale=(0.3, 1), hflip=0.5, **more)
     if kind == "eval":
@@ -79,8 +76,7 @@ def loader(source, kind, batch_size, bad=None, **more):
 
 
 @pytest.mark.parametrize(
-    "images, batch_size, processes, times",
-    [(40, 4, 2, 3), (96, 3, 4, 3), (41, 5, 1, 4), (64, 8, 2, 2)],
+    "images, batch_size, processes, times", [(40, 4, 2, 3), (96, 3, 4, 3), (41, 5, 1, 4)]
 )
 def test_repeated_augmentation_is_timms(images, batch_size, processes, times):
     order = torch.randperm(images, generator=epoch_generator(5, 2))
@@ -121,14 +117,13 @@ def test_images_depend_on_seed_and_epoch_only(sources, kind):
     """Not on the number of workers or processes, the batch at which the epoch is entered, or loaders used before."""
     source = sources[kind]
     torch_state = torch.get_rng_state()
-    _, of_numpy, *_ = np.random.get_state()
+    numpy_state = np.random.get_state()
     used = loader(source, kind, 8)
     next(used.batches(0))
     again = list(used.batches(3))
     whole, halves = on_two(source, kind, 3, first=1)
     assert torch.equal(torch_state, torch.get_rng_state())
-    _, after, *_ = np.random.get_state()
-    assert np.array_equal(of_numpy, after)
+    np.testing.assert_equal(np.random.get_state(), numpy_state)
     assert len(whole) == 5
     assert len(halves) == 4
     for batch, both in zip(again[1:], halves, strict=True):
@@ -175,15 +170,10 @@ def test_images_have_the_size_of_their_epoch(sources, kind):
 
 
 def test_sizes_are_ffcvs():
-    for first, last, start, end in (
-        (160, 192, 65, 76),
-        (160, 192, 11, 13),
-        (128, 224, 2, 9),
-        (100, 120, 0, 0),
-    ):
+    for first, last, start, end in ((160, 192, 65, 76), (128, 224, 2, 9), (100, 120, 0, 0)):
         size_of = GrowingSize(first, last, start, end)
         for epoch in range(90):  # ffcv-imagenet's get_resolution
-            side = np.interp([epoch], [start, end], [first, last])[0]
+            side = np.interp(epoch, [start, end], [first, last])
             expected = int(np.round(side / 32)) * 32
             if epoch >= end:
                 expected = last
@@ -194,13 +184,7 @@ def test_sizes_are_ffcvs():
 
 @pytest.mark.parametrize(
     "kind, images, world_size, batch_size",
-    [
-        ("files", 13, 1, 5),
-        ("files", 13, 2, 5),
-        ("files", 13, 4, 4),
-        ("device", 13, 2, 5),
-        ("device", 3, 4, 2),
-    ],
+    [("files", 13, 2, 5), ("files", 13, 4, 4), ("device", 13, 2, 5), ("device", 3, 4, 2)],
 )
 def test_evaluation_shows_every_image_once(sources, kind, images, world_size, batch_size):
     ids = []
@@ -208,8 +192,7 @@ def test_evaluation_shows_every_image_once(sources, kind, images, world_size, ba
     for rank in range(world_size):
         there = {"rank": rank, "world_size": world_size}
         if kind == "device":
-            there |= {"mean": MEAN, "std": STD, "device": torch.device("cpu")}
-            share = EvalLoader(small_images(images), batch_size=batch_size, **there)
+            share = EvalLoader(small_images(images), batch_size=batch_size, **there, **COMMON)
         else:
             share = loader(sources["eval"], "eval", batch_size, **there)
         batches = list(share.batches())
@@ -224,13 +207,13 @@ def test_unreadable_images_are_named_and_replaced(tmp_path):
     train = make_photos(tmp_path) / "train"
     val = tmp_path / "val"
     (train / "class_0/000.jpg").write_text("no image", encoding="utf-8")
-    (train / "class_0/001.jpg").symlink_to(train / "nowhere.jpg")
+    (train / "class_0/001.jpg").symlink_to(tmp_path / "nowhere.jpg")
     (val / "class_1/001.jpg").write_bytes((val / "class_1/001.jpg").read_bytes()[:300])
-    (val / "class_1/large.png").write_bytes(png_of(11_000, 10_000))
-    bad = BadImages(3)
+    (val / "class_1/large.png").write_bytes(pgm_of(11_000, 10_000))
+    bad = BadImages(0)
     files = ImageFiles(train)
     for workers in (0, 1):
-        batches = list(loader(files, "files", 8, bad, workers=workers).batches(0))
+        batches = list(loader(files, "files", 8, bad_images=bad, workers=workers).batches(0))
         for batch in batches:
             assert len(batch.ids) == 8
             assert torch.equal(batch.targets, torch.from_numpy(files.targets)[batch.ids])
@@ -241,15 +224,14 @@ def test_unreadable_images_are_named_and_replaced(tmp_path):
     assert set(bad.new) == {files.describe(0), files.describe(1)}
     assert "UnidentifiedImageError" in str(bad.new)
     assert "No such file" in str(bad.new)
-    evaluated = loader(ImageFiles(val), "eval", 5, bad).batches()
+    evaluated = loader(ImageFiles(val), "eval", 5, bad_images=bad).batches()
     assert sum(len(batch.ids) for batch in evaluated) == 12
     too_large = bad.new[f"{val}/class_1/large.png"]
     assert too_large == "must have at most 100 megapixels, got 11000x10000"
-    with refused(
-        r"4 images cannot be read, --max-bad-images allows 3; the first: .*/000.jpg", RunError
-    ):
-        bad.collect(World(0, 1, torch.device("cpu")), tmp_path)
-    assert (tmp_path / "bad_images.csv").read_text(encoding="utf-8").count("\n") == 5
+    for path in train.rglob("*.jpg"):
+        path.write_text("no image", encoding="utf-8")
+    with refused(r"none of the 8 images of a batch can be read, such as .*\.jpg \(Un", RunError):
+        next(loader(files, "files", 8).batches(0))
 
 
 @pytest.mark.parametrize("kind", ["files", "eval", pytest.param("stored", marks=needs_ffcv)])
@@ -262,8 +244,7 @@ def test_what_workers_get_can_be_pickled(sources, tmp_path, kind):
         source = Beton(path, evaluated=stored)
         decoder = Decoder(source, torch.clone, (16, 16, 3))
     else:
-        source = sources["eval" if kind == "eval" else "files"]
-        decoder = loader(source, kind, 8)._decoder(16)
+        decoder = loader(sources[kind], kind, 8)._decoder(16)
     content = pickle.dumps(decoder)
     assert len(content) < 20_000
     keys = np.array([[7, 3], [8, 0]])
@@ -271,16 +252,6 @@ def test_what_workers_get_can_be_pickled(sources, tmp_path, kind):
     again = pickle.loads(content).__getitems__(keys)
     assert torch.equal(images, again[0])
     assert targets == again[1]
-
-
-def test_a_batch_without_a_good_image_ends_the_run(tmp_path):
-    root = make_photos(tmp_path, train=3)
-    for path in root.glob("train/*/*.jpg"):
-        path.write_text("no image", encoding="utf-8")
-    with refused(
-        r"none of the 3 images of a batch can be read, such as .*/00.\.jpg \(Unid", RunError
-    ):
-        next(loader(ImageFiles(root / "train"), "files", 3).batches(0))
 
 
 def test_alternating_flips_follow_each_image_through_the_epochs():

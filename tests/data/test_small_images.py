@@ -50,8 +50,7 @@ def test_images_too_narrow_to_be_scaled_are_named(folder):
     """Scaled by its short side this one would have 102 megapixels."""
     path = folder / "train" / "class_0" / "narrow.png"
     Image.new("L", (1, 100_000)).save(path)
-    message = r"narrow.png \(must have at most 100 megapixels once its short side has 32 pixels"
-    with refused(message):
+    with refused(r"narrow.png \(must have at most 100 megapixels once its short side has 32 pix"):
         load(folder)
     scaling = Scaling.cropped(224, 256)
     with refused("got 2x4000", BrokenImage):
@@ -73,12 +72,10 @@ def test_broken_images_are_named(folder):
 
 def test_bad_folders_are_named(folder):
     (folder / "test" / "class_2").rename(folder / "test" / "class_x")
-    for given, message in (
-        ("", "needs --data-dir"),
-        (folder, "must have the same classes; they differ in class_2, class_x"),
-    ):
-        with refused(message):
-            load(given)
+    with refused("must have the same classes; they differ in class_2, class_x"):
+        load(folder)
+    with refused("needs --data-dir"):
+        load("")
 
 
 def test_digits():
