@@ -52,7 +52,8 @@ def test_folders_that_are_refused(photos):
     train = photos / "train"
     (train / "class_9").mkdir()
     (train / "class_9" / "x.heic").touch()
-    with refused(r"1 class folder\(s\) of .*train have no images: class_9"):
+    (train / "nowhere").symlink_to("/data/class_3")
+    with refused(r"2 class folder\(s\) of .*train have no images: class_9, nowhere"):
         ImageFiles(train)
     for path in train.rglob("*.jpg"):
         path.unlink()

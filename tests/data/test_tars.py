@@ -106,12 +106,6 @@ def test_links_that_add_no_image_are_passed_over(photos, tmp_path, name, target)
     same(photos, pack(photos, tmp_path / "x.tar"))
 
 
-def test_a_class_that_is_a_link_to_nowhere_is_named(photos):
-    (photos / "class_3").symlink_to("/data/class_3")
-    with refused(r"1 class folder\(s\) of .* have no images: class_3"):
-        ImageFiles(photos)
-
-
 def test_sparse_files_are_refused_by_name(photos, tmp_path):
     size = 300_016
     with open(photos / "class_0" / "holes.ppm", "wb") as file:

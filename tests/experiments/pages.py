@@ -3,17 +3,16 @@
 import re
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 
-from experiments.evidence import by_variant, read_runs
+from experiments import sensitivity
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "experiments" / "results"
 
 
 def table(name, **options):
-    """Return a file of experiments/results."""
+    """Return a file of experiments/results, or of an absolute path."""
     return pd.read_csv(RESULTS / name, **options)
 
 
@@ -22,9 +21,9 @@ def last_row(name):
     return table(name).iloc[-1]
 
 
-def top1_of(name, *variants):
-    """Return top-1 by seed and variant of a file of runs in experiments/results; no variants: all."""
-    return by_variant(read_runs(RESULTS / name, variants=variants or None))
+def top1_of(name, *data):
+    """Return top-1 by seed and variant of a file of runs in experiments/results, perhaps of one of its data sets."""
+    return sensitivity.top1_of(RESULTS / name, *data)
 
 
 def section(page, heading=""):
@@ -67,8 +66,3 @@ def plain_text(text):
 def span(values, digits=2):
     """Return the smallest and the largest: "0.12 to 0.34"."""
     return f"{min(values):.{digits}f} to {max(values):.{digits}f}"
-
-
-def spread(values):
-    """Return mean and standard deviation: "25.50 ± 0.59"."""
-    return f"{np.mean(values):.2f} ± {np.std(values, ddof=1):.2f}"

@@ -1,7 +1,5 @@
 """The study of attention in few places: each placement begins with the plain weights, and complete runs are kept."""
 
-import shutil
-
 import pandas as pd
 import pytest
 from scipy.stats import ttest_1samp
@@ -9,7 +7,6 @@ from scipy.stats import ttest_1samp
 from ea_vision.engine import run_folder
 from ea_vision.engine.config import load_recipe
 from experiments.cheap_attention import run as study
-from experiments.evidence import holm
 from experiments.pages import MINUS
 from tests.data.photos import make_photos
 from tests.refused import refused
@@ -20,11 +17,8 @@ TINY = "--warmup-epochs 0 --img-size 32 --eval-resize 32 --epochs 1 --batch-size
 @pytest.fixture
 def place(tmp_path, monkeypatch):
     """A folder with small photos; the study's files of rows stand there, and its trainings are short."""
-    tiny = make_photos(tmp_path / "tiny", train=8, val=4, classes=2)
-    scenes = tmp_path / "scenes"
-    shutil.copytree(tiny / "train", scenes / "train")
-    shutil.copytree(tiny / "val", scenes / "validation")
-    shutil.copytree(tiny / "val", scenes / "test")
+    make_photos(tmp_path / "tiny", train=8, val=4, classes=2)
+    make_photos(tmp_path / "scenes", train=8, val=0, validation=4, test=4, classes=2)
     for name in ("TIMES", "PILOT", "RATES", "LENGTH_RUNS", "RUNS"):
         monkeypatch.setattr(study, name, tmp_path / f"{name}.csv")
     monkeypatch.setattr(study, "PRETRAINING", TINY)
@@ -38,8 +32,7 @@ def test_the_pilots_and_the_study_keep_a_row_of_each_run(place, monkeypatch):
     folders = [str(place / name) for name in ("tiny", "scenes", "runs")]
     with refused("must be measured first"):
         study.main(["pilot", *folders])
-    ways = [*study.PLACEMENTS, *(f"{name} uniform" for name in study.PLACEMENTS)]
-    pd.DataFrame({"way": ways, "ratio": 1.5}).to_csv(study.TIMES)
+    pd.DataFrame({"way": list(study.PLACEMENTS), "ratio": 1.5}).to_csv(study.TIMES)
     assert study.main(["pilot", *folders]) == 0
     rows = pd.read_csv(study.PILOT).set_index("way")
     assert rows["epochs"][["late", "last", "instead"]].tolist() == [1, 1, 1]
@@ -63,8 +56,6 @@ def test_the_pilots_and_the_study_keep_a_row_of_each_run(place, monkeypatch):
     ways = ["instead", "instead uniform", plain, f"{plain} rate 3"]
     tested = pd.read_csv(study.RUNS)
     assert tested["variant"].unique().tolist() == ways
-    pairs = [("instead", plain), ("instead", "instead uniform"), ("instead", f"{plain} rate 3")]
-    assert study.STUDY.questions() == pairs
     weights = [*(place / "runs").rglob("model.safetensors")]
     times = [path.stat().st_mtime_ns for path in weights]
     assert study.main(command) == 0
@@ -113,5 +104,4 @@ def test_questions_that_lack_runs_do_not_hide_the_others(place, monkeypatch):
     assert "| 3 | +1.00" in looks
     assert f"instead rate 3 {MINUS} {plain} rate 3 | 2 | +0.00" in tuned
     p = ttest_1samp([3, 4, 4], 0).pvalue
-    assert holm([p], study.HYPOTHESES) == pytest.approx([5 * p])
     assert f"| {5 * p:.3f} |" in first

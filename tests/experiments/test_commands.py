@@ -2,7 +2,6 @@
 
 import argparse
 import ast
-import importlib
 import re
 import runpy
 import shlex
@@ -67,10 +66,7 @@ def parsed_by_its_own_parser(words, monkeypatch):
     monkeypatch.setattr(sys, "argv", words[is_module:])
     monkeypatch.syspath_prepend(script.parent)
     with pytest.raises(Parsed) as parsed:
-        if is_module:
-            importlib.import_module(name).main()
-        else:
-            runpy.run_path(str(script), run_name="__main__")
+        runpy.run_path(str(script), run_name="__main__")
     arguments, unknown = parsed.value.args
     assert unknown == []
     return arguments

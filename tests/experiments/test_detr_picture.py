@@ -19,31 +19,30 @@ def test_boxes_hold_the_objects_and_cells_know_what_they_show(examples):
     assert {len(boxes) for _, boxes, _ in examples} == {1, 2, 3}
     for image, boxes, classes in examples:
         outside = image.clone()
-        for left, top, right, bottom in boxes.int().tolist():
+        kinds = torch.full((64, 64), 3)
+        goals = torch.zeros(64, 64, 4)
+        for (left, top, right, bottom), kind in zip(boxes.int().tolist(), classes, strict=True):
             assert image[:, top:bottom, left:right].max() == 1
             outside[:, top:bottom, left:right] = 0
+            kinds[top:bottom, left:right] = kind
+            twice = [left + right, top + bottom, 2 * (right - left), 2 * (bottom - top)]
+            goals[top:bottom, left:right] = torch.tensor(twice) / 128
         assert outside.max() < 0.5
-        shown, goals = study.cells_of(boxes, classes)
-        for cell in range(64):
-            y, x = (8 * index + 4 for index in divmod(cell, 8))
-            hits = [n for n, (x0, y0, x1, y1) in enumerate(boxes) if x0 <= x < x1 and y0 <= y < y1]
-            assert shown[cell] == (classes[hits[0]] if hits else 3)
-            if hits:
-                x0, y0, x1, y1 = (boxes[hits[0]] / 64).tolist()
-                expected = [(x0 + x1) / 2, (y0 + y1) / 2, x1 - x0, y1 - y0]
-                np.testing.assert_allclose(goals[cell], expected, rtol=1e-5)
+        middles = slice(4, None, 8)
+        expected = (kinds[middles, middles].flatten(), goals[middles, middles].flatten(0, 1))
+        torch.testing.assert_close(study.cells_of(boxes, classes), expected)
 
 
 def test_accuracy(examples, monkeypatch):
-    def predict(model, example, shift=0, wrong=0, score=0.9):
-        _, boxes, classes = example
-        false = torch.tensor([[0.0, 0.0, 2.0, 2.0]])
-        boxes = torch.cat([boxes + shift, false])
-        classes = torch.cat([(classes + wrong) % 3, torch.tensor([0])])
-        return boxes, classes, torch.full((len(boxes),), score)
+    def measured(shift=0, wrong=0, score=0.9):
+        def predict(_, example):
+            _, boxes, classes = example
+            false = torch.tensor([[0.0, 0.0, 2.0, 2.0]])
+            boxes = torch.cat([boxes + shift, false])
+            classes = torch.cat([(classes + wrong) % 3, torch.tensor([0])])
+            return boxes, classes, torch.full((len(boxes),), score)
 
-    def measured(**how):
-        monkeypatch.setattr(study, "predictions", lambda *call: predict(*call, **how))
+        monkeypatch.setattr(study, "predictions", predict)
         row = study.accuracy(None, examples)
         return [row["found"], row["named"], row["false"]]
 

@@ -88,18 +88,11 @@ def test_the_command_and_its_file_of_runs(tmp_path, capsys):
         main([str(file), "--question", "PA,nonne"])
     with refused("no runs"):
         main([str(file), "--question", "a,PA", "--variants", "a,PA"])
-
-
-def test_another_table_than_one_of_runs_is_refused():
     with refused("collapse.csv must have the columns variant"):
-        main([str(RESULTS / "collapse.csv"), "--question", "EA,none"])
-
-
-def test_a_run_that_is_not_complete_is_refused(tmp_path):
-    write_run(tmp_path, "variant=going on,seed=0", 60.0)
-    (tmp_path / "variant=going on,seed=0" / "results.json").unlink()
-    with refused("going on,seed=0 is not complete"):
-        read_runs(tmp_path)
+        main([str(RESULTS / "collapse.csv"), *question])
+    (runs / "variant=PA,seed=4" / "results.json").unlink()
+    with refused("variant=PA,seed=4 is not complete"):
+        main([str(runs), *question])
 
 
 @pytest.mark.parametrize(

@@ -30,20 +30,16 @@ FILES = {
 }
 
 
-def test_a_dry_run(tmp_path, cifar_folder):
+def test_a_dry_run(tmp_path):
     """All parts but the tests, which need a separate process."""
+    images = make_folder(tmp_path / "images", 64, 16, classes=4)
     parts = [name for name in gpu_day.PARTS if name != "tests"]
     output = tmp_path / "day"
-    command = ["--dry-run", "--output", str(output), "--cifar100", str(cifar_folder), "--parts"]
+    command = ["--dry-run", "--output", str(output), "--cifar100", str(images), "--parts"]
     assert gpu_day.main([*command, *parts]) == 0
     made = {path.stem for path in output.glob("*.csv")}
     assert made == FILES
     assert all(len(pd.read_csv(output / f"{name}.csv")) for name in made)
-
-
-@pytest.fixture
-def cifar_folder(tmp_path):
-    return make_folder(tmp_path / "images", 64, 16, classes=4)
 
 
 @pytest.mark.slow

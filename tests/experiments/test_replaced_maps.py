@@ -16,12 +16,9 @@ NAME = "ea_conv_transformer_cifar"
 KEYWORDS = dict(widths=[8, 16, 16, 16], num_classes=3)
 
 
-def network(state=None, **keywords):
+def network(**keywords):
     torch.manual_seed(0)
-    model = woken(timm.create_model(NAME, **KEYWORDS, **keywords)).eval()
-    if state is not None:
-        model.load_state_dict(state)
-    return model
+    return woken(timm.create_model(NAME, **KEYWORDS, **keywords)).eval()
 
 
 @torch.no_grad()
@@ -50,7 +47,7 @@ def test_each_kind_of_replaced_maps():
     assert_close(replaced["none"], outputs("mean"), **near)
     uniform = [torch.full_like(mean, 1 / len(mean[0])) for mean in mean_of_batches]
     assert_close(replaced["uniform"], outputs("mean", means=uniform), **near)
-    alone = network(model.state_dict(), alpha=0.0, beta=0.0)
+    alone = network(alpha=0.0, beta=0.0)
     assert_close(replaced["own"], alone(x), **near)
     three_of_one = x[:1].expand(3, -1, -1, -1)
     assert_close(outputs("other", three_of_one), plain[:1].expand(3, -1), **near)

@@ -36,8 +36,7 @@ def test_the_quadrilateral_is_drawn_and_what_it_holds():
     torch.testing.assert_close(sampled[inside], enlarged[inside], atol=1e-5, rtol=1e-5)
     assert model.training
     assert len(plot_sampling(model, digits[0]).axes) == 2  # an image without a list
-    message = "needs a model with a SpatialTransformer.*resnet18_cifar .*with 0"
-    with refused(message):
+    with refused("needs a model with a SpatialTransformer.*resnet18_cifar .*with 0"):
         plot_sampling("resnet18_cifar", list(digits))
     network = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 1), SpatialTransformer(8))
     with refused(r"reads the image \(3 channels\), got one that reads 8"):

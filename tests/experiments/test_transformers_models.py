@@ -12,6 +12,11 @@ MODELS = ["vit", "bert", "t5", "segformer", "diffllama"]
 MODELS += ["aimv2_vision_model", "jetmoe", "git", "videomae"]
 
 
+def rows_of_file():
+    with RESULTS.open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
 def results(rows):
     return [(row["kind"], row["result"]) for row in rows]
 
@@ -19,20 +24,14 @@ def results(rows):
 @pytest.mark.parametrize("model_type", MODELS)
 def test_a_row_of_the_table(model_type):
     """A model that is accepted begins as the plain one and learns."""
-    with RESULTS.open(encoding="utf-8") as file:
-        table = [row for row in csv.DictReader(file) if row["model_type"] == model_type]
+    table = [row for row in rows_of_file() if row["model_type"] == model_type]
     assert len(table) == len(KINDS)
     assert results(table) == results(rows_of(model_type))
 
 
-def test_no_model_is_accepted_that_computes_something_else():
-    with RESULTS.open(encoding="utf-8") as file:
-        assert [row for row in csv.DictReader(file) if row["result"] == "wrong"] == []
-
-
-def test_the_page_counts_the_models_that_evolve():
-    with RESULTS.open(encoding="utf-8") as file:
-        rows = [row for row in csv.DictReader(file) if row["kind"]]
+def test_the_page_counts_the_models_that_evolve_and_none_computes_something_else():
+    rows = [row for row in rows_of_file() if row["kind"]]
+    assert not [row for row in rows if row["result"] == "wrong"]
     tried = {row["model_type"] for row in rows}
     accepted = {row["model_type"] for row in rows if row["result"] == "accepted"}
     page = (ROOT / "docs" / "transformers.md").read_text(encoding="utf-8")
