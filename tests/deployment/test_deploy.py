@@ -21,12 +21,21 @@ from tests.models import zoo
 from tests.refused import refused
 from tests.slow import slow_but
 
-RESNET = {"layers": (1, 1, 2, 2), "channels": (32, 64, 128, 128)}
-VIT = {"embed_dim": 48, "depth": 3, "num_heads": 3, "img_size": (32, 48)}
 SMALL = {  # keywords by family; every kind of layer stays
-    "attn_resnet": {**RESNET, "qk_ratio": 0.25, "v_ratio": 0.125},
+    "attn_resnet": {
+        "layers": (1, 1, 2, 2),
+        "channels": (32, 64, 128, 128),
+        "qk_ratio": 0.25,
+        "v_ratio": 0.125,
+    },
     "attn_mnasnet": {"multiplier": 0.5},
-    "vision_transformer": {**VIT, "learnable": "per_head"},
+    "vision_transformer": {
+        "embed_dim": 48,
+        "depth": 3,
+        "num_heads": 3,
+        "img_size": (32, 48),
+        "learnable": "per_head",
+    },
 }
 SLOW = {"ea_aa_wrn28_10_cifar", "pa_aa_wrn28_10_cifar"}
 CIFAR = "ea_conv_transformer_cifar"

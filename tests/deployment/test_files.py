@@ -50,7 +50,7 @@ ROOT = Path(__file__).parents[2]
 SHIPPED = "ea_conv_transformer_cifar"
 
 
-def about(model, size=(32, 32), classes=None):
+def about(model, size, classes=None):
     half = (0.5,) * 3
     return About(
         size, mean=half, std=half, name="test", num_classes=model.num_classes, classes=classes

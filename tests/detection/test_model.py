@@ -60,7 +60,7 @@ def test_sizes_are_the_published_ones(backbone, kwargs, params, profiler_gflops)
     [
         ("aa_resnet34", {}),
         ("ea_aa_resnet34", {"head_norm": "batch", "alpha": 0.3, "fusion": "add"}),
-        ("resnet18", {"anchors": 9}),
+        ("resnet18", {"anchors": 9, "grad_checkpointing": True}),
         ("aa_resnet34", {"augment_strided": False, "box_loss": "huber"}),
         ("ea_aa_resnet34", {"grad_checkpointing": True, "box_loss": "smooth_l1"}),
         ("aa_mnasnet_075", {}),
