@@ -124,7 +124,7 @@ def exit_code(main: Callable[[], int]) -> int:
         try:
             print(flush=True)  # a flush alone writes nothing if Python does not buffer
         except OSError as refusal:
-            sys.stdout = open(os.devnull, "w", encoding="utf-8")  # for all that comes after it
+            sys.stdout = open(os.devnull, "w", encoding="utf-8")  # discards further output
             if isinstance(refusal, BrokenPipeError):
                 return 141  # a shell's exit code for SIGPIPE
             print(f"error: standard output cannot be written: {refusal.strerror}", file=sys.stderr)

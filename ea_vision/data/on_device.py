@@ -31,7 +31,7 @@ class TrainLoader(_OnDevice):
         """Yield the batches of an epoch from number `first` on."""
         generator = epoch_generator(self.seed, epoch)
         order = torch.randperm(self.count, generator=generator)
-        draws = self.augmentation.draw(self.count, tuple(self.images.shape[-2:]), generator)
+        draws = self.augmentation.draw(self.count, self.images.shape[-2:], generator)
         if self.augmentation.flip == "alternate":
             # depends on the image, not on its place in the epoch's order
             flips = self.augmentation.alternating_flips(self.count, epoch, self.seed)

@@ -266,7 +266,7 @@ class Trainer:
         whatever a kill left undone.
         """
         random_states = self.world.gather(random_state(self.world.device))
-        buffers = None  # the first process's are those of all
+        buffers = None  # a run needs only the first process's
         if self.world.size > 1 and self.own_statistics:
             local = {"model": buffers_of(self.model), "best_model": buffers_of(self.best_model)}
             buffers = self.world.gather(local)
@@ -546,8 +546,7 @@ class Trainer:
         row = rounded(row)
         picture = None
         if self.pictures is not None and self.world.is_main:
-            if is_multiple(number, self.pictures.every):
-                picture = self.pictures.draw(self.best_model, self.config.model, number)
+            picture = self.pictures.draw(self.best_model, self.config.model, number)
         measured = row[self.measures[0]]
         best = measured > progress.best_top1
         if best:

@@ -100,8 +100,10 @@ class MapsPictures:
     every: int
 
     def draw(self, network: nn.Module, name: str, epoch: int) -> Path | None:
-        """Write maps/epoch_NNNN.png; return its path, or None, with a warning, if the maps cannot be drawn. The random
-        state does not change; the network is left in eval mode."""
+        """Write maps/epoch_NNNN.png every few epochs; return its path, or None, with a warning if the maps cannot be
+        drawn. The random state does not change; the network is left in eval mode."""
+        if epoch % self.every:
+            return None
         path = self.folder / FOLDER / f"epoch_{epoch:04d}.png"
         plots = importlib.import_module("ea_vision.visualize")
         try:
