@@ -143,8 +143,7 @@ def test_values_are_mixed_with_the_first_blocks():
     mixed = []
 
     def keep_values(module, args, output):
-        parts = output.unflatten(2, (3, 4, -1))
-        values.append(parts[:, :, 2].transpose(1, 2))
+        values.append(output[..., 64:].unflatten(2, (4, 8)).transpose(1, 2))
 
     for block in model.blocks:
         block.attn.qkv.register_forward_hook(keep_values)

@@ -217,6 +217,7 @@ IN_BOTH = (dict(aa_layer=BlurPool2d), dict(output_stride=8), dict(output_stride=
         *product(("ea_aa_resnet34", "ea_aa_mnasnet_075"), IN_BOTH),
         ("ea_aa_resnet34", dict(block_args=dict(attn_layer="se"))),
         *product(("ea_aa_resnet34", "ea_aa_resnet50"), [dict(augment_strided=False)]),
+        ("ea_aa_resnet34", dict(augment="first")),
         ("ea_aa_resnet34", dict(stem_type="deep", stem_width=32, avg_down=True)),
         ("ea_aa_mnasnet_075", dict(norm_layer=NORM)),
     ],

@@ -15,28 +15,34 @@ from ea_vision.zoo.create import create_classifier
 from tests.models.zoo import OUTLINES, from_file, on_meta
 from tests.refused import refused
 
+LAYERS = dict(layers=(1, 1, 1, 1))
+
 
 @pytest.mark.parametrize(
-    "name,plain,options",
+    "name, plain, options, ours",
     [
-        ("ea_aa_resnet34", "resnet34", dict(layers=(1, 1, 1, 1))),
-        ("aa_resnet50", "resnet50", dict(layers=(1, 1, 1, 1))),
-        ("ea_aa_mnasnet_075", "semnasnet_075", {}),
+        ("ea_aa_resnet34", "resnet34", LAYERS, {}),
+        ("aa_resnet50", "resnet50", LAYERS, {}),
+        ("ea_aa_resnet50", "resnet50", LAYERS, dict(qk_ratio=1.0, v_ratio=1.0)),  # attention alone
+        ("ea_aa_mnasnet_075", "semnasnet_075", {}, {}),
     ],
 )
-def test_a_timm_network_fills_what_fits(name, plain, options, tmp_path, log):
+def test_a_timm_network_fills_what_fits(name, plain, options, ours, tmp_path, log):
     theirs = timm.create_model(plain, **options).state_dict()
     path = tmp_path / "resnet.safetensors"
     safetensors.torch.save_file(theirs, path)
     torch.manual_seed(3)
-    expected = timm.create_model(name, **options).state_dict()
+    expected = timm.create_model(name, **options, **ours).state_dict()
     torch.manual_seed(3)
-    model = from_file(name, path, **options)
+    model = from_file(name, path, **options, **ours)
     same = expected.keys() & theirs.keys()
     expected |= {key: theirs[key] for key in same}
     layers = {path: m for path, m in model.named_modules() if isinstance(m, AugmentedConv2d)}
     for path, layer in layers.items():
-        expected[f"{path}.conv.weight"] = theirs[f"{path}.weight"][: layer.conv.out_channels]
+        if layer.conv is not None:
+            weight = theirs[f"{path}.weight"]
+            expected[f"{path}.conv.weight"] = weight[: layer.conv.out_channels]
+    assert any(layer.conv is None for layer in layers.values()) == bool(ours)
     torch.testing.assert_close(model.state_dict(), expected, rtol=0, atol=0)
     [line] = log.messages
     assert f"{len(same)} tensors as they are, 0 not used" in line

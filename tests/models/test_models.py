@@ -9,19 +9,8 @@ from timm.layers import GatherExcite
 from torch.testing import assert_close
 
 from ea_vision.layers import AugmentedConv2d, Evolution, EvolvingAttention, PredictiveAttention
-from ea_vision.layers.fit_weights import checkpoint_filter_fn
 from experiments.published import figures
-from tests.models.zoo import (
-    CIFAR,
-    OUTLINES,
-    count,
-    give_gradients,
-    idle,
-    layers_of,
-    lively,
-    on_meta,
-    shrunk,
-)
+from tests.models.zoo import CIFAR, OUTLINES, count, layers_of, lively, on_meta, shrunk
 from tests.refused import refused
 
 VIT = "ea_vit_tiny_patch16_224"
@@ -72,15 +61,6 @@ def test_gather_excite_is_timms():
     assert_close(gate(x), GatherExcite(16, extra_params=False, extent=0, use_mlp=False)(x))
 
 
-def test_attention_alone_runs_and_takes_what_fits_of_a_timm_resnet():
-    options = dict(num_classes=5, layers=(1, 1, 1, 1), channels=(8, 16, 16, 16))
-    model = lively("ea_aa_resnet50", qk_ratio=1.0, v_ratio=1.0, **options)
-    assert all(layer.conv is None for layer in layers_of(model))
-    assert model(torch.randn(2, 3, 64, 64)).shape == (2, 5)
-    state = checkpoint_filter_fn(timm.create_model("resnet50", **options).state_dict(), model)
-    assert not model.load_state_dict(state).missing_keys
-
-
 @pytest.mark.parametrize(
     "name, options, millions, near",
     [
@@ -94,15 +74,6 @@ def test_attention_alone_runs_and_takes_what_fits_of_a_timm_resnet():
 )
 def test_other_configurations_have_the_published_size(name, options, millions, near):
     assert count(on_meta(name, **options)) / 1e6 == pytest.approx(millions, abs=near)
-
-
-def test_the_aa_papers_resnet34_has_13_layers():
-    model = on_meta("aa_resnet34", augment="first")
-    assert [type(block.conv2) is torch.nn.Conv2d for block in model.layer3] == [True] * 6
-    assert len(layers_of(model)) == 13
-    model = lively("aa_resnet34", augment="first")
-    give_gradients(model, torch.randn(2, 3, 64, 64))
-    assert idle(model) == []
 
 
 @pytest.mark.parametrize(
