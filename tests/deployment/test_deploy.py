@@ -12,8 +12,7 @@ from torch.overrides import TorchFunctionMode
 import ea_vision
 from ea_vision.base.errors import RunError, UsageError
 from ea_vision.deployment import attention
-from ea_vision.layers import AugmentedConv2d, MapsAttention
-from ea_vision.layers.evolution import _EVOLUTIONS, Evolution, EvolvingAttention
+from ea_vision.layers import AugmentedConv2d, EvolvingAttention, MapsAttention
 from ea_vision.models import list_networks
 from ea_vision.models.inputs import input_channels
 from tests.models import test_any_transformer as transformers
@@ -150,6 +149,7 @@ def test_equals_the_network(name, monkeypatch):
         {"evolution": "pa", "num_layers": 0, "alpha": 0.3},
         {"evolution": "pa", "num_layers": 2, "learnable": "per_head"},
         {"evolution": "pa", "learnable": True},
+        {"evolution": "residual"},  # it cannot be folded, and stays
     ],
     ids=str,
 )
@@ -198,23 +198,6 @@ def test_altered_layers_stay(alter, monkeypatch):
     deployed = check(model, CIFAR, monkeypatch)
     folded = [hasattr(layer, "folded") for layer in zoo.layers_of(deployed)]
     assert folded == [layer is not layers[1] for layer in layers]
-
-
-def test_unknown_evolutions_stay(monkeypatch):
-    class Doubled(Evolution):
-        def __init__(self, num_heads, device=None, dtype=None):
-            super().__init__()
-
-        def forward(self, logits, prev_logits):
-            return logits + 2 * prev_logits.tanh()
-
-    # the private table, since a kind that registers itself would stay for the tests after this one
-    monkeypatch.setitem(_EVOLUTIONS, "doubled_for_a_test", Doubled)
-    model = small(CIFAR, evolution="doubled_for_a_test", widths=(8, 16, 16, 16))
-    deployed = check(model, CIFAR, monkeypatch)
-    kept = sum(isinstance(module, Doubled) for module in deployed.modules())
-    had = sum(isinstance(module, Doubled) for module in model.modules())
-    assert kept == had > 0
 
 
 def test_refuses_training_mode_and_what_is_no_network():

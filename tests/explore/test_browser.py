@@ -440,11 +440,9 @@ def test_the_page_begins_at_a_chains_second_layer_whatever_the_models_order(show
 def test_a_slider_over_epochs(open_page, tmp_path):
     """The equation has the gates of the epoch."""
     entries = []
-    for epoch, seed in ((0, 0), (5, 1)):
-        model = load_model("ea_conv_transformer_cifar", random=True, seed=seed)
-        layers = recordable_layers(model.model)[:2]
-        model.model.get_submodule(layers[1].name).evolution.alpha = 0.25 + 0.5 * seed
-        explorer = Explorer([model], [layers])
+    for epoch, alpha in ((0, 0.25), (5, 0.75)):
+        model = load_model("ea_conv_transformer_cifar", random=True, alpha=alpha)
+        explorer = Explorer([model], [recordable_layers(model.model)[:2]])
         entries.append(explorer.view(f"epoch {epoch}", picture(0)))
     page = open_page(url=write_page(build_page(explorer, entries, epochs=True), tmp_path))
     before = tile(page, 0, 2, 1)["values"]
@@ -539,10 +537,8 @@ def test_looks(open_page, width, theme):
 
 def test_class_tokens_and_registers_are_queries(show):
     """Values equal numpy's, by a button and by an address; a linked network without such a token keeps its query."""
-    options = {"img_size": (32, 32), "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}
-    transformer = load_model(
-        "ea_vit_tiny_patch16_224", random=True, reg_tokens=2, alpha=0.3, **options
-    )
+    options = {**TINY, "img_size": (32, 32), "reg_tokens": 2, "alpha": 0.3}
+    transformer = load_model("ea_vit_tiny_patch16_224", random=True, **options)
     models = [transformer, "pa_conv_transformer_cifar"]
     recording = record(transformer, picture(0), recordable_layers(transformer.model))
     page = show(models)
