@@ -31,6 +31,7 @@ from tests.data.photos import picture
 from tests.deployment.test_deploy import difference, small
 from tests.engine.runner import error_of
 from tests.models import zoo
+from tests.process import ROOT
 from tests.refused import refused
 
 FAMILIES = {  # a network of each family, with the size of its images in pixels; small ones first
@@ -46,7 +47,6 @@ FAMILIES = {  # a network of each family, with the size of its images in pixels;
 }
 # torch's exporter takes long with many layers
 TESTED = list(FAMILIES) if zoo.ALL else list(FAMILIES)[:3]
-ROOT = Path(__file__).parents[2]
 SHIPPED = "ea_conv_transformer_cifar"
 
 
