@@ -4,10 +4,10 @@ Shape letters: B images, K heads, W windows of n cells each, H x W a layer's gri
 """
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
 from itertools import product
 from typing import NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -42,12 +42,10 @@ def photo(size=(80, 60)):
 def lively(model):
     """Return the model in evaluation mode, with weights so large that maps are far from uniform."""
     generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                noise = torch.randn(parameter.shape, generator=generator)
-                std = 1.5 * parameter[0].numel() ** -0.5
-                parameter.copy_(std * noise)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            std = 1.5 * parameter[0].numel() ** -0.5
+            nn.init.normal_(parameter, std=std, generator=generator)
     return model.eval()
 
 
@@ -68,6 +66,12 @@ def tiny(name=NAME, seed=0, **options):
     return timm.create_model(name, **{**KWARGS, **options}).eval()
 
 
+def padding_vit():
+    """One of timm's, with patches of 8 pixels: images of other sizes are padded."""
+    any_size = {"dynamic_img_size": True, "dynamic_img_pad": True}
+    return timms("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=1, **any_size)
+
+
 def small_swin(img_size=32):
     """One of timm's: layers in windows of 4 cells, in two grids."""
     return timms("swin_tiny_patch4_window7_224", img_size=img_size, **SWIN)
@@ -86,19 +90,24 @@ def write_run(folder):
     return folder
 
 
-def torchvision_vit(num_layers=2, **kwargs):
-    sizes = {"image_size": 32, "patch_size": 8, "hidden_dim": 24, "mlp_dim": 32}
-    counts = {"num_layers": num_layers, "num_heads": 3, "num_classes": 5}
-    return lively(torchvision.models.VisionTransformer(**sizes, **counts, **kwargs))
+def torchvision_vit(**kwargs):
+    network = torchvision.models.VisionTransformer(
+        image_size=32,
+        patch_size=8,
+        num_layers=2,
+        num_heads=3,
+        hidden_dim=24,
+        mlp_dim=32,
+        num_classes=5,
+        **kwargs,
+    )
+    return lively(network)
 
 
 def torchvision_swin():
     """Swin V2, whose layers are those of V1 with other logits."""
-    sizes = {"patch_size": [2, 2], "window_size": [4, 4], "embed_dim": 12}
-    counts = {"depths": [2, 2], "num_heads": [2, 3], "num_classes": 3}
     network = swin_transformer.SwinTransformer(
-        **sizes,
-        **counts,
+        **SWIN | {"patch_size": [2, 2], "window_size": [4, 4]},
         block=swin_transformer.SwinTransformerBlockV2,
         downsample_layer=swin_transformer.PatchMergingV2,
     )
@@ -377,7 +386,6 @@ def recorded(model, x, parts="attn", layers=None, heads=None, **kwargs):
     return maps
 
 
-@torch.no_grad()
 def unfused(model, *args, **kwargs):
     """Run the network with its unfused attention; return all softmax results with three or more dimensions."""
     formed = []
@@ -386,7 +394,7 @@ def unfused(model, *args, **kwargs):
     def watched(self, *args, **kwargs):
         result = softmax(self, *args, **kwargs)
         if self.ndim > 2:
-            formed.append(result)
+            formed.append(result.detach())
         return result
 
     def ask(_, args, kwargs):
@@ -394,19 +402,15 @@ def unfused(model, *args, **kwargs):
 
     if hasattr(model, "set_attn_implementation"):
         model.set_attn_implementation("eager")
-    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
-        patch.setattr(torch.Tensor, "softmax", watched)
-        fast = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)
-        stack.callback(torch.backends.mha.set_fastpath_enabled, fast)
-        for module in model.modules():
-            if hasattr(module, "fused_attn"):
-                module.fused_attn = False
-            if type(module).__name__ == "SamVisionSdpaAttention":  # chosen when it was made
-                module.__class__ = type(module).__base__
-            if isinstance(module, nn.MultiheadAttention):
-                stack.callback(module.register_forward_pre_hook(ask, with_kwargs=True).remove)
-        model(*args, **kwargs)
+    for module in model.modules():
+        if hasattr(module, "fused_attn"):
+            module.fused_attn = False
+        if type(module).__name__ == "SamVisionSdpaAttention":  # chosen when it was made
+            module.__class__ = type(module).__base__
+        if isinstance(module, nn.MultiheadAttention):
+            module.register_forward_pre_hook(ask, with_kwargs=True)
+    with mock.patch.object(torch.Tensor, "softmax", watched), torch.enable_grad():
+        model(*args, **kwargs)  # with gradients, which torch's fast path lacks
     return formed
 
 

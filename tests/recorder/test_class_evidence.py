@@ -6,21 +6,25 @@ from itertools import product
 import pytest
 import timm
 import torch
+from torch.testing import assert_close
 
-import ea_vision
+from ea_vision import evolve
 from ea_vision.ops import use_implementation
 from ea_vision.recorder.class_evidence import EVIDENCE, add_class_evidence
 from ea_vision.recorder.quantities import class_rollout
 from tests.recorder import networks
-from tests.recorder.networks import TINY, lively, recorded
+from tests.recorder.networks import TINY, lively, recorded, timms
 from tests.refused import refused
+
+
+def vit():
+    return timms("vit_tiny_patch16_224", **TINY)
+
 
 NETWORKS = {
     "ours": lambda: timm.create_model("ea_conv_transformer_cifar", pretrained=True).eval(),
-    "timm": lambda: lively(timm.create_model("vit_tiny_patch16_224", **TINY)),
-    "evolved": lambda: lively(
-        ea_vision.evolve(timm.create_model("vit_tiny_patch16_224", **TINY), "ea")
-    ),
+    "timm": vit,
+    "evolved": lambda: lively(evolve(vit(), "ea")),
     "torchvision": networks.torchvision_vit,
     "swin": networks.small_swin,
 }
@@ -35,31 +39,27 @@ def test_every_kind_of_network_has_evidence_and_stays_as_it_was(name):
     before = copy.deepcopy(model.state_dict())
     with torch.no_grad():
         logits = add_class_evidence(model, images, maps, [1, 2])
-    torch.testing.assert_close(logits, model(images).detach())
+    assert_close(logits, model(images))
     layer = maps[min(maps)]
     evidence = layer.formed(EVIDENCE)
     assert evidence.shape == layer.formed("attn").shape
     assert evidence.min() >= 0
     assert evidence.max() > 0
-    torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
+    assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
 def changed_logit(model, images, index, step):
     """Return the logit of class 1 after a step on one entry of the first softmax (unfused) of a timm transformer."""
-    softmax = torch.Tensor.softmax
 
     def changed(self, *args, **kwargs):
-        result = softmax(self, *args, **kwargs)
-        torch.Tensor.softmax = softmax
-        result = result.clone()
+        patch.undo()
+        result = self.softmax(*args, **kwargs).clone()
         result[index] += step
         return result
 
-    torch.Tensor.softmax = changed
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "softmax", changed)
         return model(images)[0, 1].item()
-    finally:
-        torch.Tensor.softmax = softmax
 
 
 @pytest.mark.parametrize("name", ["timm", "ours"])
@@ -74,10 +74,9 @@ def test_gradients_by_finite_differences(name):
     attn = maps[1].attn
     for index in [(0, 0, 0, 3), (0, 1, 2, 2), (0, 2, 4, 1), (0, 0, 5, 5)]:
         with torch.no_grad(), use_implementation("reference"):
-            rise = changed_logit(fused, images, index, 1e-6) - changed_logit(
-                fused, images, index, -1e-6
-            )
-        expected = max(0.0, rise / 2e-6 * attn[index].item())
+            higher = changed_logit(fused, images, index, 1e-6)
+            lower = changed_logit(fused, images, index, -1e-6)
+        expected = max(0.0, (higher - lower) / 2e-6 * attn[index].item())
         assert maps[1][EVIDENCE][index].item() == pytest.approx(expected, rel=1e-4, abs=1e-9)
 
 
@@ -88,19 +87,18 @@ def test_rollout_is_a_double_loop():
     images = torch.rand(1, 3, 32, 32)
     maps = recorded(model, images)
     add_class_evidence(model, images, maps)
-    T = maps[1].attn.shape[-1]
-    R = torch.eye(T)
+    identity = torch.eye(maps[1].attn.shape[-1])
+    R = identity.clone()
     for layer in maps.values():
         A = layer[EVIDENCE][0].mean(0)
         before = R.clone()
-        for i, j in product(range(T), repeat=2):
+        for i, j in product(range(len(A)), repeat=2):
             R[i] += A[i, j] * before[j]
-    rollout = class_rollout(maps)[0]
-    torch.testing.assert_close(rollout, R - torch.eye(T), rtol=1e-4, atol=1e-6)
+    assert_close(class_rollout(maps)[0], R - identity, rtol=1e-4, atol=1e-6)
 
 
 def test_refusals():
-    model = NETWORKS["timm"]()
+    model = vit()
     images = torch.rand(1, 3, 32, 32)
     maps = recorded(model, images)
     with refused("a class must lie between 0 and .*, got .9999"):

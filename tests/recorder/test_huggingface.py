@@ -115,11 +115,11 @@ def test_maps_are_those_that_the_model_gives(name):
     expected = model(**inputs)[0]
     with record_attention(model) as maps:
         assert torch.equal(model(**inputs)[0], expected)
-    recorded = [maps[number].attn for number in maps]
-    whole = [number for number in maps if maps[number].layout.windows is None]
-    for number in whole:  # windows at the border look at padding, too
-        sums = maps[number].attn.sum(-1)
-        assert_close(sums, torch.ones_like(sums))
+    recorded = [layer.attn for layer in maps.values()]
+    for layer in maps.values():
+        if layer.layout.windows is None:  # windows at the border look at padding, too
+            sums = layer.attn.sum(-1)
+            assert_close(sums, torch.ones_like(sums))
     model.set_attn_implementation("eager")
     expected_maps = given_maps(model(**inputs, output_attentions=True))
     assert len(expected_maps) == NETWORKS[name][-1]

@@ -1,7 +1,6 @@
 """Maps of networks of every architecture are those of their own unfused attention, in the image's coordinates."""
 
-from itertools import product
-
+import numpy as np
 import pytest
 import timm
 import torch
@@ -44,10 +43,9 @@ def check(layer, attn, place):
     assert layer.query_names == (place.queries or place.names)
     rows = {name: row for row, name in enumerate(layer.query_names)}
     if place.alone:
-        with refused(place.alone):
-            layer.spatial()
-        with refused(place.alone):
-            layer.of_cell((0, 0))
+        for ask in (layer.spatial, lambda: layer.of_cell((0, 0))):
+            with refused(place.alone):
+                ask()
     else:
         height, width = place.grid
         prefix = len(place.names)
@@ -55,9 +53,9 @@ def check(layer, attn, place):
             rows[row, column] = prefix + row * width + column
         spatial = layer.spatial().flatten(-2).flatten(2, 3)
         assert torch.equal(spatial, layer.attn[:, :, prefix:, prefix:])
-        largest = attn.flatten(0, 1).amax(0)
+        largest = attn.amax((0, 1))
         seen = (largest[prefix:] > 1e-20).sum(-1)
-        assert torch.equal(torch.from_numpy(layer.num_keys()), seen.view(height, width))
+        assert np.array_equal(layer.num_keys(), seen.view(height, width))
         relative = layer.attn[:, :, prefix:] * seen.view(-1, 1)
         assert_close(layer.relative()[:, :, prefix:], relative)
     for query, row in rows.items():
@@ -85,8 +83,7 @@ def test_maps_are_those_of_the_networks_own_unfused_attention(name):
 def test_windows_alone_are_kept_and_a_query_that_a_layer_lacks():
     layer = recorded(*made("swin"))[1]
     assert layer.formed("attn").numel() < layer.attn.numel() / 4
-    message = "query dist must be a token before the patches of layer 1 .* has none"
-    with refused(message):
+    with refused("query dist must be a token before the patches of layer 1 .* has none"):
         layer.of_query("dist")
 
 
@@ -96,8 +93,7 @@ def test_talking_heads_mix_the_recorded_probabilities():
     assert [layer.parts for layer in recordable_layers(model)] == [parts] * 2 + [parts[:1]] * 2
     maps = recorded(model, x, parts)
     for block, layer in zip(model.blocks, maps.values(), strict=False):
-        with torch.no_grad():
-            mixed = block.attn.proj_w(layer.attn.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        mixed = block.attn.proj_w(layer.attn.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
         assert_close(layer["mixed_attn"], mixed, atol=LIMIT, rtol=LIMIT)
 
 
@@ -112,11 +108,10 @@ def test_differential_attention(dual_lambda):
     options = {"num_heads": 3, "qkv_bias": True, "dual_lambda": dual_lambda}
     for number, block in enumerate(model.blocks):
         block.attn = DiffAttention(48, depth=number, **options)
-        with torch.no_grad():
-            for name in ("lambda_a", "lambda_q1", "lambda_k1"):
-                if getattr(block.attn, name) is not None:
-                    getattr(block.attn, name).fill_(0.3)
-    model = lively(model)
+    lively(model)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("lambda_a", "lambda_q1", "lambda_k1")):
+            nn.init.constant_(parameter, 0.3)
     x = images()
     parts = ("attn", "first_attn", "second_attn")
     assert [layer.parts for layer in recordable_layers(model)] == [parts] * 3
@@ -136,9 +131,9 @@ def test_differential_attention(dual_lambda):
     assert_close(maps[3].attn @ seen["values"], seen["result"], atol=1e-5, rtol=1e-5)
     again = recorded(model, x, parts)
     for layer, slow, both in zip(maps.values(), again.values(), formed, strict=True):
-        both = both.view(2, 3, 2, 17, 17)
-        assert gap(layer["first_attn"], both[:, :, 0]) <= LIMIT
-        assert gap(layer["second_attn"], both[:, :, 1]) <= LIMIT
+        first, second = both.view(2, 3, 2, 17, 17).unbind(2)
+        assert gap(layer["first_attn"], first) <= LIMIT
+        assert gap(layer["second_attn"], second) <= LIMIT
         assert gap(slow.attn, layer.attn) <= LIMIT
         assert layer.attn.min() < 0
         assert layer.feat_size == (4, 4)
@@ -248,8 +243,8 @@ MASKS = {  # and what is added to the logits
 @pytest.mark.parametrize("key_heads", [4, 2])
 @pytest.mark.parametrize("masked", MASKS)
 def test_masks_and_grouped_queries(masked, key_heads):
-    """Maps are compared query by query; a query whose keys are all masked has a row of zeros, as in torch. A sequence
-    without an image is a map of height 1."""
+    """A query whose keys are all masked has a row of zeros, as in torch. A sequence without an image is a map of height
+    1."""
     layer = lively(Fused(key_heads))
     x = torch.randn(2, 6, 16)
     masks, bias = MASKS[masked]
@@ -257,13 +252,11 @@ def test_masks_and_grouped_queries(masked, key_heads):
     maps = recorded(wrapped, x, **masks)
     assert maps[1].heads == (0, 1, 2, 3)
     assert maps[1].feat_size == (1, 6)
-    with torch.no_grad():
-        q, k, _ = layer.heads(x)
-    bias = bias.expand(2, 1, 6, 6)
-    for b, head, i in product(range(2), range(4), range(6)):
-        logits = 0.7 * k[b, head * key_heads // 4] @ q[b, head, i] + bias[b, 0, i]
-        expected = logits.softmax(-1).nan_to_num(0)
-        assert gap(maps[1].attn[b, head, i], expected) <= LIMIT
+    q, k, _ = layer.heads(x)
+    keys = k.repeat_interleave(4 // key_heads, 1)
+    logits = 0.7 * q @ keys.mT + bias
+    expected = logits.softmax(-1).nan_to_num(0)
+    assert gap(maps[1].attn, expected) <= LIMIT
 
 
 @pytest.mark.parametrize(
@@ -291,8 +284,8 @@ def test_multihead_attention_alone(kwargs, need_weights):
     """Self and cross attention, with different numbers of keys and queries."""
     layer = lively(nn.MultiheadAttention(8, 2, **kwargs))
     queries = torch.randn(3, 6, 8)
-    keys = torch.randn(3, 4, kwargs.get("kdim", 8))
-    values = torch.randn(3, 4, kwargs.get("vdim", 8))
+    keys = torch.randn(3, 4, layer.kdim)
+    values = torch.randn(3, 4, layer.vdim)
     inputs = [queries, keys, values]
     if not layer.batch_first:
         inputs = [x.transpose(0, 1) for x in inputs]

@@ -2,7 +2,6 @@
 
 import logging
 
-import numpy as np
 import timm
 import torch
 import transformers
@@ -11,18 +10,10 @@ from PIL import Image
 import ea_vision
 from ea_vision.zoo.inputs import as_image
 from ea_vision.zoo.loaded import as_loaded
-from tests.recorder.networks import torchvision_vit, transformers_model
+from tests.recorder.networks import photo, torchvision_vit, transformers_model
 from tests.refused import refused
 
 SQUASHED = transformers.ViTImageProcessor(size={"height": 32, "width": 32})
-
-
-def smooth_photo():
-    """A photo of 60x90 pixels without fine structure, so that two libraries resample it nearly alike."""
-    rows = np.linspace(0, 255, 60)[:, None, None]
-    columns = np.linspace(0, 1, 90)[None, :, None]
-    colours = np.array([0.3, 0.6, 1.0])
-    return Image.fromarray((rows * columns * colours).astype(np.uint8))
 
 
 def saved(tmp_path, processor):
@@ -33,7 +24,7 @@ def saved(tmp_path, processor):
 
 
 def test_images_are_those_of_the_processor(tmp_path):
-    image = smooth_photo()
+    image = photo()
     expected = SQUASHED(image, return_tensors="pt")["pixel_values"][0]
     beside_the_weights = as_loaded(saved(tmp_path, SQUASHED), "ViT")
     from_instance = as_loaded(transformers_model("ViT"), "ViT", processor=SQUASHED)
@@ -45,9 +36,9 @@ def test_images_are_those_of_the_processor(tmp_path):
 
 def test_a_processors_tensor_stays_as_it_is(tmp_path):
     loaded = as_loaded(saved(tmp_path, SQUASHED), "ViT")
-    features = SQUASHED(smooth_photo(), return_tensors="pt")
+    features = SQUASHED(photo(), return_tensors="pt")
     expected = features["pixel_values"]
-    for image in (features, expected, expected[0], SQUASHED(smooth_photo())):
+    for image in (features, expected, expected[0], SQUASHED(photo())):
         assert torch.equal(loaded.input_of(as_image(image)), expected[0])
     white = SQUASHED(Image.new("RGB", (40, 40), "white"), return_tensors="pt")
     assert (loaded.shown(loaded.input_of(white)) == 1).all()
@@ -64,14 +55,18 @@ def test_mean_and_std_by_hand():
     alike = as_loaded(torchvision_vit(), "vit", mean=[0.5], std=[0.25])  # as timm takes them
     assert alike.preparation.mean == (0.5, 0.5, 0.5)
     assert alike.preparation.std == (0.25, 0.25, 0.25)
-    wrong_configs = ({"mean": "mean"}, {"mean": "5"})
-    for wrong in ({"mean": (0.1, 0.2)}, {"mean": 0.5}, *wrong_configs, {"std": (0.0, 1.0, 1.0)}):
-        with refused("must be three numbers, one per channel"):
+    three = "must be three numbers, one per channel"
+    for wrong, message in (
+        ({"mean": (0.1, 0.2)}, three),
+        ({"mean": 0.5}, three),
+        ({"mean": "mean"}, three),
+        ({"mean": "5"}, three),
+        ({"std": (0.0, 1.0, 1.0)}, three),
+        ({"processor": 3}, "image processor of transformers, its path or its name, got int"),
+        ({"processor": "nowhere/at/all"}, "no image processor at 'nowhere/at/all'"),
+    ):
+        with refused(message):
             as_loaded(torchvision_vit(), "vit", **wrong)
-    with refused("image processor of transformers, its path or its name, got int"):
-        as_loaded(torchvision_vit(), "vit", processor=3)
-    with refused("no image processor at 'nowhere/at/all'"):
-        as_loaded(torchvision_vit(), "vit", processor="nowhere/at/all")
 
 
 def test_a_guessed_mean_is_said_once(tmp_path, caplog):

@@ -15,6 +15,7 @@ from torch.testing import assert_close
 
 from ea_vision.layers import AugmentedConv2d
 from ea_vision.recorder.recording import PARTS, record_attention, recordable_layers
+from tests.layers.oracle import by_head, evolved_maps
 from tests.models.test_vision_transformer import active
 from tests.models.test_vision_transformer import tiny as tiny_vit
 from tests.recorder.networks import (
@@ -68,19 +69,17 @@ def timms():
         (VIT, {"reg_tokens": 2, "class_token": False, "global_pool": "avg"}),
     ],
 )
+@torch.no_grad()
 def test_recorded_parts_satisfy_the_equations_of_the_evolution(name, options):
     if name == VIT:
         model = active(tiny_vit(**options))
         model.set_input_size((32, 40))
-        x = images(32, 40)
         grids = [(4, 5)] * 3
-        prefix = model.num_prefix_tokens
     else:
         model = tiny(name, **options)
-        x = small()
-        grids = [(4, 4)] * 3 + [(2, 2)] * 3
-        prefix = 0
-    maps = recorded(model, x, PARTS)
+        grids = [(8, 10)] * 3 + [(4, 5)] * 3
+    prefix = getattr(model, "num_prefix_tokens", 0)
+    maps = recorded(model.double(), images(32, 40).double(), PARTS)
     for (number, module), (height, width) in zip(
         modules_by_number(model).items(), grids, strict=True
     ):
@@ -96,20 +95,13 @@ def test_recorded_parts_satisfy_the_equations_of_the_evolution(name, options):
             assert layer.conv_logits is None
             assert torch.equal(layer.self_logits, layer.logits)
             continue
-        assert torch.equal(layer.prev_logits, maps[number - 1].logits)
-        alpha = torch.as_tensor(evolution.alpha).detach().reshape(-1, 1, 1)
-        if evolution.predict:
-            before = layer.prev_logits
-            mixed = layer.self_logits
-            beta = alpha
-        else:
-            before = alpha * layer.prev_logits + (1 - alpha) * layer.self_logits
-            mixed = before
-            beta = torch.as_tensor(evolution.beta).detach().reshape(-1, 1, 1)
-        with torch.no_grad():
-            convolved = evolution.convolve(before)
-        assert_close(layer.conv_logits, convolved, atol=1e-5, rtol=1e-4)
-        assert_close(layer.logits, beta * convolved + (1 - beta) * mixed, atol=1e-5, rtol=1e-4)
+        previous = layer.prev_logits
+        own = layer.self_logits
+        assert torch.equal(previous, maps[number - 1].logits)
+        assert_close(layer.logits, evolved_maps(evolution, own, previous))
+        alpha = by_head(evolution.alpha)
+        mixed = previous if evolution.predict else alpha * previous + (1 - alpha) * own
+        assert_close(layer.conv_logits, evolution.convolve(mixed))
 
 
 @torch.no_grad()
@@ -335,6 +327,11 @@ def maps_of(model, x):
     return attention(maps)
 
 
+@torch.no_grad()
+def output_of(model, x):
+    return model(x)
+
+
 def attention(maps):
     return {number: layer.attn for number, layer in maps.items()}
 
@@ -347,29 +344,22 @@ def check_equal(maps, expected):
 def test_each_thread_has_its_own_maps_and_bystanders_their_outputs(make):
     model, x = make()
     inputs = [x.roll(n, -1) for n in range(12)]
-    barrier = threading.Barrier(4)
-    with torch.no_grad():
-        maps = [maps_of(model, x) for x in inputs]
-        outputs = [model(x) for x in inputs]
+    bystander = (output_of, inputs)
+    jobs = [(maps_of, inputs[::2]), (maps_of, inputs[1::2]), bystander, bystander]
+    barrier = threading.Barrier(len(jobs))
 
-    @torch.no_grad()
-    def watch(inputs):
-        barrier.wait()
-        return [maps_of(model, x) for x in inputs]
+    def run(job):
+        work, batches = job
+        return [work(model, batch) for batch in batches]
 
-    @torch.no_grad()
-    def stand_by():
-        barrier.wait()
-        return [model(x) for x in inputs]
+    def run_with_the_others(job):
+        barrier.wait(timeout=60)
+        return run(job)
 
-    with ThreadPoolExecutor(4) as pool:
-        even = pool.submit(watch, inputs[::2])
-        odd = pool.submit(watch, inputs[1::2])
-        bystanders = [pool.submit(stand_by), pool.submit(stand_by)]
-        assert_close(even.result(timeout=60), maps[::2], atol=1e-6, rtol=1e-5)
-        assert_close(odd.result(timeout=60), maps[1::2], atol=1e-6, rtol=1e-5)
-        for bystander in bystanders:
-            assert_close(bystander.result(timeout=60), outputs, atol=1e-6, rtol=1e-5)
+    expected = list(map(run, jobs))
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        results = list(pool.map(run_with_the_others, jobs, timeout=60))
+    assert_close(results, expected, atol=1e-6, rtol=1e-5)
     assert hooks_of(model) == 0
 
 
