@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from matplotlib.image import AxesImage
 from matplotlib.text import Text
 
 from ea_vision.recorder.recording import recordable_layers
@@ -25,18 +26,15 @@ def photo(tmp_path):
     return path
 
 
-def record(model, parts=("attn",), layers=None):
-    """Record PHOTO in the first `layers` layers of a model."""
+def record(model, parts=("attn",), layers=None, image=PHOTO):
+    """Record an image in the first `layers` layers of a model."""
     model = as_model(model)
-    return record_layers(model, PHOTO, recordable_layers(model.model)[:layers], parts)
+    return record_layers(model, image, recordable_layers(model.model)[:layers], parts)
 
 
 def maps_of(figure):
     """Return the arrays of all images of a figure."""
-    maps = []
-    for axes in figure.axes:
-        maps += [np.asarray(image.get_array(), float) for image in axes.images]
-    return maps
+    return [np.asarray(image.get_array(), float) for image in figure.findobj(AxesImage)]
 
 
 def overlaid(figure):

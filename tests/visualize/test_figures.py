@@ -1,18 +1,24 @@
 """The figures: what is drawn where, their texts, and the files that they write."""
 
-import csv
+import copy
 import io
 import os
 import re
 import shutil
 from dataclasses import replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import numpy as np
+import pandas
 import pytest
 import timm
 import torch
+import torch.nn.functional as F
 from PIL import Image
+from scipy.ndimage import map_coordinates
+from torch.testing import assert_close
 
 import ea_vision
 from ea_vision.base.print import new_figure
@@ -27,7 +33,6 @@ from ea_vision.visualize import (
     plot_heatmap,
     plot_matrix,
     plot_rollout,
-    plot_statistics,
     plot_strip,
     rollout,
     statistics,
@@ -35,7 +40,6 @@ from ea_vision.visualize import (
 )
 from ea_vision.visualize.figure_options import _outputs
 from ea_vision.visualize.figure_request import epochs_of
-from ea_vision.visualize.figure_request import record as record_layers
 from ea_vision.visualize.heatmap import draw_heatmap
 from ea_vision.visualize.map_style import SCALES, norm_of, scaled
 from ea_vision.visualize.matrix import draw_matrix
@@ -75,14 +79,12 @@ def wide():
 def test_the_querys_cell_is_framed(wide):
     figure = draw_heatmap([wide], [[1]], ["mean"], [(1, 30), (10, 5)], MapStyle(overlay=False))
     [header] = labelled(figure, "photo")
-    first, second = tiles_of(figure)
-    shown = []
-    for axes in (header, first, second):
-        boxes = [(*patch.get_xy(), patch.get_width(), patch.get_height()) for patch in axes.patches]
-        shown.append(boxes)
+    frames = []
+    for axes in (header, *tiles_of(figure)):
+        frames.append([patch.get_bbox().bounds for patch in axes.patches])
     query_1 = (28, 0, 4, 4)
     query_2 = (4, 8, 4, 4)
-    assert shown == [[query_1, query_2], [query_1], [query_2]]
+    assert frames == [[query_1, query_2], [query_1], [query_2]]
     assert [text.get_text() for text in header.texts] == ["1", "2"]
 
 
@@ -116,14 +118,12 @@ def test_rollout_says_where_it_is_an_approximation(wide):
 
 def test_rollout_of_a_class_is_its_evidence_in_the_class_token_or_in_all_pixels():
     """In shares of the sum times the number of patches; classes by number, by name, or the predicted one."""
-    vit = networks.lively(timm.create_model("vit_tiny_patch16_224", **TINY))
+    vit = networks.timms("vit_tiny_patch16_224", **TINY)
     for model, image in ((vit, torch.rand(3, 32, 32)), (load_model(EA), PHOTO)):
         tokens = int(model is vit)  # the class token
-        loaded = as_model(model)
-        recording = record_layers(loaded, image, recordable_layers(loaded.model))
-        maps = recording.maps
-        add_class_evidence(recording.model.model, recording.batch, maps, [2])
-        evidence = class_rollout(maps)[0][:, tokens:]
+        recording = record(model, image=image)
+        add_class_evidence(recording.model.model, recording.batch, recording.maps, [2])
+        evidence = class_rollout(recording.maps)[0][:, tokens:]
         shares = evidence / evidence.sum(-1, keepdim=True) * evidence.shape[-1]
         expected = shares[0] if model is vit else shares.mean(0)
         figure = plot_rollout(model, image, target=2)
@@ -164,7 +164,7 @@ def test_strips_say_what_they_show_in_the_order_in_which_it_is_computed(
     places = [axes for axes in figure.axes if not axes.get_label()]
     labels = [axes.get_ylabel() for axes in places if axes.get_ylabel()]
     assert [label.split("\n")[0] for label in labels] == [f"layer {layer}" for layer in layers]
-    titles = [" ".join(axes.get_title().split()) for axes in places if axes.get_title()]
+    titles = [" ".join(title.split()) for title in titles_of(figure)]
     assert ", ".join(titles) == ", ".join(columns)
     if "alpha" in kwargs:
         mixed = "0.25 previous + 0.75 own"
@@ -181,7 +181,7 @@ def test_strips_say_what_they_show_in_the_order_in_which_it_is_computed(
 def test_own_alone_equals_a_recomputation_by_hand(name, alpha, kwargs):
     """By the papers' equations with alpha 0: EA convolves the own logits at the same scale, PA keeps the own logits."""
     model = small(name, alpha=alpha, **kwargs)
-    before = {key: value.clone() for key, value in model.state_dict().items()}
+    before = copy.deepcopy(model.state_dict())
     recording = record(model, PARTS, 3)
     figure = draw_strip(recording, [1, 2, 3], 2, (5, 9))
     token = 1 * 4 + 2
@@ -194,7 +194,7 @@ def test_own_alone_equals_a_recomputation_by_hand(name, alpha, kwargs):
             with torch.inference_mode():
                 logits = 0.6 * conv(logits).relu() + 0.4 * logits
         alone = maps[ALONE_PART]
-        torch.testing.assert_close(alone, logits.softmax(-1))
+        assert_close(alone, logits.softmax(-1))
         change = 1 - torch.minimum(maps.attn[0, 2, token], alone[0, 2, token]).sum()
         assert f"differs by {change:.2f}" in texts_of(figure)
         assert f"{change:.0%} of this query's attention moves" in texts_of(
@@ -204,10 +204,8 @@ def test_own_alone_equals_a_recomputation_by_hand(name, alpha, kwargs):
     for part, scale in (("conv_logits", 1), (ALONE_PART, 16)):
         expected = scale * maps[part][0, 2, token].view(4, 4).numpy()
         assert any(np.allclose(values, expected) for values in shown)
-    after = model.state_dict()
-    assert list(after) == list(before)
-    for key, value in before.items():
-        assert torch.equal(after[key], value)
+    assert list(model.state_dict()) == list(before)
+    assert_close(model.state_dict(), before, atol=0, rtol=0)
 
 
 def test_a_part_that_cannot_be_taken_away_is_left_out():
@@ -296,10 +294,9 @@ def test_every_bar_of_attention_marks_uniform_attention(wide, scale):
 
 def test_the_photo_lies_under_the_maps_as_the_network_saw_it_but_finer():
     """Both show the same part of the image: the network's 16x16 pixels are means of the photo's pixels."""
-    model = as_model(small())
     coarse = np.random.default_rng(0).integers(0, 256, (8, 12, 3), dtype=np.uint8)
     image = Image.fromarray(coarse.repeat(20, 0).repeat(20, 1))
-    recording = record_layers(model, image, recordable_layers(model.model)[:1])
+    recording = record(small(), layers=1, image=image)
     means = recording.photo.reshape(16, 10, 16, 10, 3).mean((1, 3))
     seen = recording.image.permute(1, 2, 0).numpy()
     assert np.corrcoef(means.ravel(), seen.ravel())[0, 1] > 0.9
@@ -308,39 +305,32 @@ def test_the_photo_lies_under_the_maps_as_the_network_saw_it_but_finer():
         assert axes.images[0].get_array().shape[:2] == (160, 160)
 
 
-@pytest.mark.parametrize("pads", [False, True], ids=["left out", "padded"])
-def test_maps_lie_on_what_the_patches_cover(pads):
-    """Patches of 8 pixels on 30x39: transformers drops the remaining pixels, timm pads the last patches."""
-    if pads:
-        options = {"img_size": 32, "dynamic_img_size": True, "dynamic_img_pad": True}
-        plain = networks.timms("vit_tiny_patch16_224", patch_size=8, depth=1, **options)
-        covered = (32, 40)
-    else:
-        plain = networks.transformers_model("Dinov2")
-        covered = (24, 32)
-    model = as_model(plain)
+@pytest.mark.parametrize(
+    "make, covered",
+    [(partial(networks.transformers_model, "Dinov2"), (24, 32)), (networks.padding_vit, (32, 40))],
+    ids=["left out", "padded"],
+)
+def test_maps_lie_on_what_the_patches_cover(make, covered):
+    """Patches of 8 pixels on 30x39: transformers drops the remaining pixels, timm pads the last patches with black."""
+    model = as_model(make())
     model.preparation = replace(model.preparation, size=(30, 39))
     photo = networks.photo((400, 310))
-    recording = record_layers(model, photo, recordable_layers(model.model)[:1])
+    recording = record(model, layers=1, image=photo)
     height, width = covered
     assert recording.img_size == covered
-    whole = model.shown(model.input_of(photo))[:, :height, :width]
-    shown = recording.image[:, :30, :39]
-    assert torch.equal(shown, whole)
-    assert not recording.image[:, 30:].any()
-    assert not recording.image[:, :, 39:].any()
+    padded = F.pad(model.shown(model.input_of(photo)), (0, 9, 0, 9))
+    assert torch.equal(recording.image, padded[:, :height, :width])
     finer = model.preparation.photo(photo)
-    times = finer.shape[0] / 30
-    rows, columns = (min(len(finer), round(height * times)), round(min(39, width) * times))
-    assert np.array_equal(recording.photo[:rows, :columns], finer[:rows, :columns])
-    assert recording.photo.shape[:2] == (round(height * times), round(width * times))
+    times = len(finer) / 30
+    padded = np.pad(finer, ((0, 99), (0, 99), (0, 0)))
+    rows, columns = round(height * times), round(width * times)
+    assert np.array_equal(recording.photo, padded[:rows, :columns])
     figure = draw_heatmap([recording], [[1]], [0], [(22, 31)])
     for axes in tiles_of(figure):
         assert axes.images[-1].get_extent() == [0, width, height, 0]
     explorer = explore.Explorer([model], [recordable_layers(model.model)[:1]])
-    entry = explorer.view("photo", photo)
-    [known] = entry["models"]
-    assert known["imgSize"] == covered
+    [view] = explorer.view("photo", photo)["models"]
+    assert view["imgSize"] == covered
 
 
 # ---- fog, all queries, what is passed over --------------------------------------------------------------------------
@@ -349,35 +339,27 @@ def test_maps_lie_on_what_the_patches_cover(pads):
 def left_of_photo(cells, y, x):
     """Return the share of the photo that is left at (y, x), in cells: bilinear between the middles of cells."""
     share = np.clip((np.log2(cells) + 1) / 2, 0, 1)
-    H, W = cells.shape
-    y = min(max(y - 0.5, 0), H - 1)
-    x = min(max(x - 0.5, 0), W - 1)
-    row, col = int(y), int(x)
-    below, right = min(row + 1, H - 1), min(col + 1, W - 1)
-    dy, dx = y - row, x - col
-    upper = (1 - dx) * share[row, col] + dx * share[row, right]
-    lower = (1 - dx) * share[below, col] + dx * share[below, right]
-    return (1 - dy) * upper + dy * lower
+    return map_coordinates(share, [y - 0.5, x - 0.5], order=1, mode="nearest")
 
 
 def test_fog_is_as_the_docs_define_it(wide):
-    """A loop over pixels: no photo is left at half of uniform attention, all of it at twice; the line is where half is
-    left, and the text counts the eighth of the cells that has most."""
+    """No photo is left at half of uniform attention, all of it at twice; the line is where half is left, and the text
+    counts the eighth of the cells that has most."""
     figure = draw_heatmap([wide], [[1]], [2], ["all"], MapStyle(style="fog"))
     [axes] = tiles_of(figure)
     shown = np.asarray(axes.images[0].get_array())
     attn = wide.maps[1].attn[0, 2].double()
     mean = 32 * attn.mean(0).view(4, 8).numpy()
-    height, width = shown.shape[:2]
-    times = height // wide.pixels().shape[0]
-    for row in range(0, height, 7):
-        for col in range(0, width, 5):
-            pixel = wide.pixels()[row // times, col // times]
-            share = left_of_photo(mean, (row + 0.5) * 4 / height, (col + 0.5) * 8 / width)
-            np.testing.assert_allclose(shown[row, col], 0.83 + share * (pixel - 0.83), atol=1e-5)
+    times = len(shown) // len(wide.pixels())
+    pixels = wide.pixels().repeat(times, 0).repeat(times, 1)
+    cell = len(shown) / 4
+    rows, columns = np.indices(shown.shape[:2]) + 0.5
+    share = left_of_photo(mean, rows / cell, columns / cell)[..., None]
+    np.testing.assert_allclose(shown, 0.83 + share * (pixels - 0.83), atol=1e-5)
     [line] = axes.collections
-    for x, y in np.concatenate(line.get_paths()[0].to_polygons(closed_only=False)):
-        assert left_of_photo(mean, y / 4, x / 4) == pytest.approx(0.5, abs=0.01)
+    outlines = line.get_paths()[0].to_polygons(closed_only=False)
+    x, y = np.concatenate(outlines).T
+    np.testing.assert_allclose(left_of_photo(mean, y / 4, x / 4), 0.5, atol=0.01)
     cells = sorted(mean.ravel(), reverse=True)
     label = axes.get_xlabel().replace("\n", " ")
     assert label == f"4 of 32 cells hold {sum(cells[:4]) / sum(cells):.0%}"
@@ -406,18 +388,16 @@ def test_what_the_previous_map_changed():
     token = 1 * 8 + 2
     for number, axes in zip((2, 3), tiles[2::3], strict=True):
         maps = recording.maps[number]
-        change = (maps.attn - maps[ALONE_PART])[0, 1, token]
-        expected = 64 * change.view(8, 8).numpy()
+        change = maps.attn - maps[ALONE_PART]
+        expected = 64 * change[0, 1, token].view(8, 8)
         np.testing.assert_allclose(axes.images[-1].get_array(), expected, atol=1e-4)
-        assert np.abs(expected).max() > 1
-        signs = {"+": set(), "_": set()}
+        large = expected.abs() > 1
+        assert large.any()
+        signs = np.zeros((8, 8))
         for line in axes.lines:
-            for x, y in line.get_xydata():
-                signs[line.get_marker()].add((int(y // 4), int(x // 4)))
-        for marker, sign in (("+", 1), ("_", -1)):
-            places = np.argwhere(sign * expected > 1)
-            assert signs[marker] == set(map(tuple, places))
-    change = maps.attn - maps[ALONE_PART]
+            columns, rows = line.get_xydata().T.astype(int) // 4
+            signs[rows, columns] = {"+": 1, "_": -1}[line.get_marker()]
+        assert np.array_equal(signs, expected.sign() * large)
     moved = change.abs().sum(-1) / 2
     average = f"on average {moved.mean():.0%} of a query's attention moves"
     assert average in texts_of(draw_change(recording, [3], "mean", "all"))
@@ -427,12 +407,10 @@ def test_what_the_previous_map_changed():
 
 def test_default_figures_fit_a_page_and_say_what_they_leave_out():
     model = small(EA, num_heads=12, widths=[24] * 4)
-    for plot in (plot_heatmap, plot_strip, plot_matrix):
+    for plot in (plot_strip, plot_matrix, plot_heatmap):
         figure = plot(model, PHOTO, width=3.3)
         assert figure.get_size_inches()[1] <= 9
-    assert re.search(
-        r"[1-5] of 6 layers: --layers", texts_of(plot_heatmap(model, PHOTO, width=3.3))
-    )
+    assert re.search(r"[1-5] of 6 layers: --layers", texts_of(figure))
     assert "of 6 layers" not in texts_of(plot_heatmap(small(EA), PHOTO, heads=0))
     assert "of 6 layers" not in texts_of(plot_heatmap(model, PHOTO, layers="1-6", heads=0))
 
@@ -444,17 +422,6 @@ def test_logits_are_scaled_by_row():
     limits = [axes.images[0].get_clim() for axes in logits]
     assert len(set(limits[:3])) == len(set(limits[3:])) == 1
     assert limits[0] != limits[3]
-
-
-def test_layers_without_queries_of_pixels_are_passed_over_unless_they_are_named():
-    """CaiT's last two layers are class attention; a query cls draws only these two."""
-    cait = timm.create_model("cait_xxs24_224", **networks.CAIT)
-    image = torch.rand(3, 32, 32)
-    for queries, numbers in ((None, {"1", "2"}), ("cls", {"3", "4"})):
-        texts = texts_of(plot_heatmap(cait, image, heads="mean", queries=queries))
-        assert set(re.findall(r"layer (\d)", texts)) == numbers
-    assert plot_statistics(cait, image).axes
-    assert plot_strip(cait, image).axes
 
 
 def test_an_equation_has_no_zeros_and_ones():
@@ -553,13 +520,10 @@ def test_the_numbers_of_statistics(run, photo, tmp_path):
     options = f"--layers 1,2 --csv {output}/s.csv -o {output}/s.png"
     assert statistics.main(f"--model {run} {options} {photo} {second}".split()) == 0
     assert {path.name for path in output.iterdir()} == {"s.png", "s.csv"}
-    with (output / "s.csv").open(encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    layers = [row["layer"] + row["head"] for row in rows]
-    assert layers == ["10", "11", "12", "13", "20", "21", "22", "23"]
-    for row in rows:
-        assert row["images"] == "2"
-        assert 0 < float(row["entropy_nats"]) <= np.log(16) + 1e-5
+    rows = pandas.read_csv(output / "s.csv")
+    assert list(zip(rows["layer"], rows["head"], strict=True)) == [*product((1, 2), range(4))]
+    assert (rows["images"] == 2).all()
+    assert rows["entropy_nats"].between(1e-5, np.log(16) + 1e-5).all()
 
 
 def test_training_goes_through_the_epochs_in_order(run):

@@ -4,17 +4,18 @@ figure at a paper's column and page width, with few and many models, layers and 
 
 import itertools
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import matplotlib
 import pytest
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.image import AxesImage
 from matplotlib.text import Annotation
 from matplotlib.transforms import Bbox
 
 from ea_vision.base.print import text_width, wrapped
-from ea_vision.recorder.quantities import LayerQuantities
+from ea_vision.recorder.quantities import measure
 from ea_vision.recorder.recording import PARTS
 from ea_vision.visualize import MapStyle, plot_jacobian
 from ea_vision.visualize.heatmap import draw_heatmap
@@ -28,6 +29,7 @@ from .conftest import PHOTO, labelled, record, small, written
 
 LONG = "ea_conv_transformer_cifar_with_learnable_alpha_and_beta_per_head, 2026-11-22-cifar10-holdout-seed-3, epoch 195"
 QUERY = (3, 3)
+MIDDLE = (16, 16)
 
 
 @cache
@@ -78,9 +80,7 @@ def problems(figure):
         if text not in free and box.width and box.height:
             boxes.append((text.get_text(), box))
     edge = figure.bbox.padded(1)
-    pictures = []
-    for axes in figure.axes:
-        pictures += [image.get_window_extent(renderer) for image in axes.images]
+    pictures = [image.get_window_extent(renderer) for image in figure.findobj(AxesImage)]
     for text, box in boxes:
         if not edge.contains(*box.min) or not edge.contains(*box.max):
             wrong.append(f"cut off: {text!r}")
@@ -103,65 +103,35 @@ def test_the_checks_find_a_bad_layout():
     assert "cut off: 'beyond'" in wrong
 
 
-def quantities(layers, heads):
-    """Return quantities of maps that shrink after the first half of the layers."""
-    torch.manual_seed(0)
-    measured = []
-    for number in range(1, layers + 1):
-        size = (8, 8) if number <= (layers + 1) // 2 else (4, 4)
-        correlations = torch.rand(3, heads) if number > 1 else None
-        per_head = torch.rand(3, 3, heads)
-        positions = torch.rand(1, heads)
-        layer = LayerQuantities(number, "a", size, 1.0, 0.5, *per_head, correlations, positions)
-        measured.append(layer)
-    return measured
+def quantities(model):
+    """Return the quantities of a model's layers on three images."""
+    return measure(model.model, [torch.rand(3, 3, 32, 32)])
 
 
-def images_side_by_side(made, layers, heads, width):
-    made = made * 3
-    names = [f"{number}.jpg" for number in range(len(made))]
-    numbers = [layers[:2]] * len(made)
-    return draw_heatmap(made, numbers, heads[:3], ["all"], names=names, photos=True, width=width)
+def figures(recordings, layers, heads):
+    """Return functions of the width that draw each kind of figure of recordings, one per model."""
+    first = recordings[0]
+    measured = {one.model.label: quantities(one.model)[: len(layers)] for one in recordings}
+    photos = recordings * 3
+    names = [f"{number}.jpg" for number in range(len(photos))]
+    numbers = [layers[:2]] * len(photos)
+    side_by_side = partial(draw_heatmap, photos, numbers, names=names, photos=True)
+    return {
+        "heatmap": partial(draw_heatmap, [first], [layers], heads, [QUERY]),
+        "queries": partial(draw_heatmap, [first], [layers[:2]], heads, [QUERY, (31, 31)]),
+        "models": partial(draw_heatmap, recordings, [layers] * len(recordings), heads[:1], [QUERY]),
+        "images": partial(side_by_side, heads[:3], ["all"]),
+        "strip": partial(draw_strip, first, layers, heads[0], MIDDLE),
+        "change": partial(draw_change, first, [*layers, 2], heads[0], MIDDLE),
+        "fog": partial(draw_heatmap, [first], [layers], heads[:3], [QUERY], MapStyle(style="fog")),
+        "matrix": partial(draw_matrix, first.maps, layers, heads, "logits", title=LONG),
+        "rollout": partial(draw_rollout, recordings, [QUERY, MIDDLE]),
+        "jacobian": partial(plot_jacobian, first.model, PHOTO, 1, layers),
+        "statistics": partial(draw_statistics, measured),
+    }
 
 
-def models_side_by_side(made, layers, heads=(0,), width=None):
-    return draw_heatmap(made, [layers] * len(made), heads[:1], [QUERY], width=width)
-
-
-def statistics(made, layers, heads, width):
-    measured = {one.model.label: quantities(len(layers), len(heads)) for one in made}
-    return draw_statistics(measured, width=width)
-
-
-KINDS = {  # of recordings (one per model, all alike), their layers' numbers, their heads, the width
-    "heatmap": lambda made, layers, heads, width: draw_heatmap(
-        made[:1], [layers], heads, [QUERY], width=width
-    ),
-    "queries": lambda made, layers, heads, width: draw_heatmap(
-        made[:1], [layers[:2]], heads, [QUERY, (31, 31)], width=width
-    ),
-    "models": models_side_by_side,
-    "images": images_side_by_side,
-    "strip": lambda made, layers, heads, width: draw_strip(
-        made[0], layers, heads[0], (16, 16), width=width
-    ),
-    "change": lambda made, layers, heads, width: draw_change(
-        made[0], [*layers, 2], heads[0], (16, 16), width=width
-    ),
-    "fog": lambda made, layers, heads, width: draw_heatmap(
-        made[:1], [layers], heads[:3], [QUERY], MapStyle(style="fog"), width=width
-    ),
-    "matrix": lambda made, layers, heads, width: draw_matrix(
-        made[0].maps, layers, heads, "logits", title=made[0].model.label, width=width
-    ),
-    "rollout": lambda made, layers, heads, width: draw_rollout(
-        made, [QUERY, (16, 16)], width=width
-    ),
-    "jacobian": lambda made, layers, heads, width: plot_jacobian(
-        made[0].model, PHOTO, 1, layers, width=width
-    ),
-    "statistics": statistics,
-}
+KINDS = "heatmap queries models images strip change fog matrix rollout jacobian statistics".split()
 SIZES = [(6.75, 1, 3, 2), (3.3, 6, 8, 3)]  # inches, layers, heads, models
 
 
@@ -170,7 +140,8 @@ SIZES = [(6.75, 1, 3, 2), (3.3, 6, 8, 3)]  # inches, layers, heads, models
 def test_every_kind_of_figure_in_print(kind, width, layers, heads, models):
     """Nothing overlaps, text has 7 to 9 points, and there are at most as many photos as images."""
     recorded = [recording(heads, f"{LONG} [{number}]") for number in range(models)]
-    figure = KINDS[kind](recorded, list(range(1, layers + 1)), [*range(heads), "mean"], width)
+    draw = figures(recorded, list(range(1, layers + 1)), [*range(heads), "mean"])[kind]
+    figure = draw(width=width)
     assert figure.get_size_inches()[0] == pytest.approx(width)
     assert not problems(figure)
     sizes = {round(text.get_fontsize(), 2) for text in written(figure)}
@@ -192,7 +163,7 @@ def test_the_users_size_of_text():
     with matplotlib.rc_context({"font.size": 16}):
         for figure in (
             draw_strip(recorded, [1, 2], 0, QUERY),
-            models_side_by_side([recorded, recorded], [1, 4]),
+            draw_heatmap([recorded] * 2, [[1, 4]] * 2, [0], [QUERY]),
         ):
             assert not problems(figure)
             largest = max(text.get_fontsize() for text in written(figure))
@@ -211,7 +182,7 @@ def test_without_a_width_a_figure_is_as_wide_as_it_needs_to_be():
 def test_tall_and_wide_images(img_size):
     recorded = recording(2, LONG, img_size)
     assert not problems(draw_strip(recorded, [1, 2], 0, QUERY))
-    assert not problems(models_side_by_side([recorded, recorded], [1, 2]))
+    assert not problems(draw_heatmap([recorded] * 2, [[1, 2]] * 2, [0], [QUERY]))
 
 
 @pytest.mark.parametrize(
@@ -227,10 +198,9 @@ def test_names_break_between_words_first(text, fits, lines):
 
 
 def test_the_layers_of_every_model_lie_on_the_axis():
-    later = quantities(2, 2)
-    for layer in later:
-        layer.number += 9
-    figure = draw_statistics({"early": quantities(3, 2), "late": later})
+    early = quantities(recording().model)[:3]
+    later = [replace(layer, number=layer.number + 9) for layer in early[:2]]
+    figure = draw_statistics({"early": early, "late": later})
     low, high = figure.axes[0].get_xlim()
     assert low < 1
     assert high > 11

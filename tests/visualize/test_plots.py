@@ -1,5 +1,6 @@
 """One call per figure: what the functions take, what they draw, and that they leave the model as it was."""
 
+import copy
 import io
 
 import numpy as np
@@ -8,6 +9,7 @@ import timm
 import torch
 from matplotlib.figure import Figure
 from PIL import Image
+from torchvision.transforms.functional import normalize
 
 from ea_vision.visualize import (
     plot_heatmap,
@@ -17,7 +19,7 @@ from ea_vision.visualize import (
     plot_strip,
 )
 from ea_vision.zoo.loaded import load_model
-from tests.recorder.networks import recorded
+from tests.recorder.networks import padding_vit, recorded
 
 from .conftest import PHOTO, overlaid, small, texts_of
 
@@ -36,9 +38,7 @@ def model():
 
 def normalised(model, images):
     config = timm.data.resolve_model_data_config(model)
-    mean = torch.tensor(config["mean"]).view(3, 1, 1)
-    std = torch.tensor(config["std"]).view(3, 1, 1)
-    return (torch.stack(images) - mean) / std
+    return normalize(torch.stack(images), config["mean"], config["std"])
 
 
 @pytest.mark.parametrize("name", FIGURES)
@@ -46,15 +46,14 @@ def test_each_is_a_figure_that_a_notebook_shows_and_leaves_the_model_alone(name,
     model.train()
     next(model.children()).eval()  # as some keep their BatchNorm in fine-tuning
     modes = [module.training for module in model.modules()]
-    before = {key: value.clone() for key, value in model.state_dict().items()}
+    before = copy.deepcopy(model.state_dict())
     figure = FIGURES[name](model)
     assert isinstance(figure, Figure)
     with Image.open(io.BytesIO(figure._repr_png_())) as picture:
         assert picture.format == "PNG"
         assert np.ptp(np.asarray(picture.convert("L"))) > 100
     assert [module.training for module in model.modules()] == modes
-    for key, value in model.state_dict().items():
-        assert torch.equal(value, before[key])
+    torch.testing.assert_close(model.state_dict(), before, atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -138,8 +137,6 @@ def test_statistics_in_numbers(model):
 
 
 def test_default_queries_where_patches_exceed_the_image():
-    """33 pixels are padded to three patches of 16: the default queries lie in patches, not in pixels."""
-    padded = {"dynamic_img_size": True, "dynamic_img_pad": True}
-    model = timm.create_model("vit_tiny_patch16_224", depth=1, **padded).eval()
+    """17 pixels are padded to three patches of 8: the default queries lie in patches, not in pixels."""
     for plot in (plot_heatmap, plot_rollout):
-        assert texts_of(plot(model, torch.rand(3, 33, 33)))
+        assert texts_of(plot(padding_vit(), torch.rand(3, 17, 17)))

@@ -3,6 +3,7 @@
 import re
 import shutil
 import time
+from functools import partial
 from itertools import product
 
 import matplotlib
@@ -79,26 +80,29 @@ def test_refused_at_once_in_one_line(command, message, run, photo, monkeypatch, 
     assert list(photo.parent.iterdir()) == [photo]
 
 
+COMMANDS = []
+for name, output in product(["heatmap", "strip", "statistics"], ["photo.png", "link.png"]):
+    COMMANDS.append((f"{name} -o {output}", output))
+
+
 @pytest.mark.parametrize(
     "command, replaced",
     [
-        *product(["heatmap {photo}", "strip {photo}", "statistics {photo}"], ["photo", "link"]),
-        ("strip {photo} {clash} -o {maps}", "clash"),  # named as the second picture is
-        ("statistics {photo} {clash}", "clash"),
+        *COMMANDS,
+        ("strip maps-photo.png -o maps.png", "maps-photo.png"),  # named as the second picture is
+        ("statistics maps-photo.png -o maps-photo.png", "maps-photo.png"),
     ],
 )
-def test_a_picture_does_not_replace_an_image(command, replaced, run, photo, capsys):
-    names = {"link": "link.png", "clash": "maps-photo.png", "maps": "maps.png"}
-    files = {"photo": photo} | {name: photo.with_name(file) for name, file in names.items()}
-    files["link"].symlink_to(photo)
-    shutil.copy(photo, files["clash"])
+def test_a_picture_does_not_replace_an_image(command, replaced, run, photo, monkeypatch, capsys):
+    monkeypatch.chdir(photo.parent)
+    other = photo.with_name("maps-photo.png")
+    shutil.copy(photo, other)
+    photo.with_name("link.png").symlink_to(photo)
     before = photo.read_bytes()
-    name, *words = command.format(**files).split()
-    if "-o" not in words:
-        words += ["-o", str(files[replaced])]
-    assert run_command(name, ["--model", str(run), *words]) == 2
-    assert f"another file than the images, got {files[replaced]}" in capsys.readouterr().err
-    assert photo.read_bytes() == files["clash"].read_bytes() == before
+    name, *options = command.split()
+    assert run_command(name, ["--model", str(run), "photo.png", *options]) == 2
+    assert f"another file than the images, got {replaced}" in capsys.readouterr().err
+    assert photo.read_bytes() == other.read_bytes() == before
 
 
 MODEL = small()
@@ -108,69 +112,64 @@ torch.nn.init.constant_(next(DIVERGED.parameters()), torch.nan)
 
 
 @pytest.mark.parametrize(
-    "plot, models, images, options, message",
+    "plot, options, message",
     [
-        (plot_heatmap, MODEL, [], {}, "at least one image required, got none"),
-        (plot_statistics, MODEL, [], {}, "at least one image required, got none"),
-        (plot_heatmap, [MODEL] * 2, [PHOTO] * 2, {}, "models need one image"),
-        (plot_heatmap, MODEL, [PHOTO] * 2, {"queries": [(1, 1), (2, 2)]}, "one query"),
-        (plot_heatmap, MODEL, PHOTO, {"style": "dark"}, "must be cells or fog, got 'dark'"),
+        (plot_heatmap, {"style": "dark"}, "must be cells or fog, got 'dark'"),
         (
             plot_heatmap,
-            MODEL,
-            PHOTO,
             {"bare": True},
             "no keyword bare; those of its style are overlay, scale, cmap, opacity, style",
         ),
         (
             plot_heatmap,
-            MODEL,
-            PHOTO,
             {"cmap": matplotlib.colormaps["gray"]},
             "such as viridis, plasma or gray, by name, got <matplotlib",
         ),
-        (plot_heatmap, MODEL, PHOTO, {"opacity": "1"}, "between 0 and 1, got '1'"),
-        (plot_heatmap, MODEL, PHOTO, {"width": "3.3"}, "between 2.5 and 40 inches, got '3.3'"),
-        (plot_heatmap, MODEL, PHOTO, {"queries": 5}, "must be y,x in pixels, .* got '5'"),
-        (plot_heatmap, MODEL, PHOTO, {"layers": 1.5}, "no attention layer '1.5'; it has 1"),
-        (plot_heatmap, MODEL, PHOTO, {"style": "fog", "overlay": False}, "fog covers the photo"),
-        (plot_heatmap, GREY, PHOTO, {}, "with 3 channels, and vit_tiny_patch16_224 takes 1 "),
-        (plot_statistics, GREY, PHOTO, {}, "with 3 channels, and vit_tiny_patch16_224 takes 1 "),
-        (plot_heatmap, MODEL, torch.rand(16, 16), {}, r"tensor \(3, H, W\), got \(16, 16\)"),
-        (plot_heatmap, MODEL, Image.new("RGB", (1, 1_000_000)), {}, "at most 100 megapixels"),
-        (
-            plot_statistics,
-            MODEL,
-            [torch.rand(3, 16, 16), torch.rand(3, 16, 20)],
-            {},
-            "must have one size, got 16x16 and 16x20",
-        ),
-        (plot_heatmap, DIVERGED, PHOTO, {}, r"maps must be finite, got \d+ values that are not"),
-        (plot_heatmap, DIVERGED, PHOTO, {"style": "fog"}, "maps must be finite"),
-        (plot_statistics, DIVERGED, PHOTO, {}, "maps whose entries are numbers of at least 0"),
-        (plot_strip, MODEL, PHOTO, {"through": "checkpoints"}, "run folder.*got ConvTransformer"),
-        (plot_matrix, [MODEL] * 2, PHOTO, {}, "this figure shows one model; got 2"),
-        (
-            plot_matrix,
-            MODEL,
-            PHOTO,
-            {"part": "conv_logits"},
-            "no conv_logits in layer 1, 4: choose",
-        ),
-        (plot_strip, [MODEL] * 2, PHOTO, {}, "this figure shows one model; got 2"),
-        (plot_strip, MODEL, PHOTO, {"head": None}, "got 'None'"),
-        (plot_strip, MODEL, PHOTO, {"through": "time"}, "layers or checkpoints"),
-        (plot_strip, ".", PHOTO, {"through": "checkpoints", "change": True}, "through layers"),
-        (plot_strip, ".", PHOTO, {"through": "checkpoints"}, "nor snapshots/"),
+        (plot_heatmap, {"opacity": "1"}, "between 0 and 1, got '1'"),
+        (plot_heatmap, {"width": "3.3"}, "between 2.5 and 40 inches, got '3.3'"),
+        (plot_heatmap, {"queries": 5}, "must be y,x in pixels, .* got '5'"),
+        (plot_heatmap, {"layers": 1.5}, "no attention layer '1.5'; it has 1"),
+        (plot_heatmap, {"style": "fog", "overlay": False}, "fog covers the photo"),
+        (plot_matrix, {"part": "conv_logits"}, "no conv_logits in layer 1, 4: choose"),
+        (plot_strip, {"through": "checkpoints"}, "run folder.*got ConvTransformer"),
+        (plot_strip, {"through": "time"}, "layers or checkpoints"),
+        (plot_strip, {"head": None}, "got 'None'"),
     ],
 )
-def test_functions_refuse_alike(plot, models, images, options, message):
+def test_functions_refuse_alike(plot, options, message):
     with refused(message):
-        plot(models, images, **options)
+        plot(MODEL, PHOTO, **options)
 
 
-OF_OTHER_FIGURES = {"heads": [0], "queries": [(1, 1)], "style": "fog", "cmap": "gray"}
-OF_OTHER_FIGURES |= {"overlay": False, "opacity": 0.5}
+TWO_SIZES = [torch.rand(3, 16, 16), torch.rand(3, 16, 20)]
+with_two_queries = partial(plot_heatmap, queries=[(1, 1), (2, 2)])
+through_training = partial(plot_strip, through="checkpoints")
+
+
+@pytest.mark.parametrize(
+    "plot, models, images, message",
+    [
+        (plot_heatmap, MODEL, [], "at least one image required, got none"),
+        (plot_statistics, MODEL, [], "at least one image required, got none"),
+        (plot_heatmap, [MODEL] * 2, [PHOTO] * 2, "models need one image"),
+        (with_two_queries, MODEL, [PHOTO] * 2, "one query"),
+        (plot_heatmap, GREY, PHOTO, "with 3 channels, and vit_tiny_patch16_224 takes 1 "),
+        (plot_statistics, GREY, PHOTO, "with 3 channels, and vit_tiny_patch16_224 takes 1 "),
+        (plot_heatmap, MODEL, torch.rand(16, 16), r"tensor \(3, H, W\), got \(16, 16\)"),
+        (plot_heatmap, MODEL, Image.new("RGB", (1, 1_000_000)), "at most 100 megapixels"),
+        (plot_statistics, MODEL, TWO_SIZES, "must have one size, got 16x16 and 16x20"),
+        (plot_heatmap, DIVERGED, PHOTO, r"maps must be finite, got \d+ values that are not"),
+        (partial(plot_heatmap, style="fog"), DIVERGED, PHOTO, "maps must be finite"),
+        (plot_statistics, DIVERGED, PHOTO, "maps whose entries are numbers of at least 0"),
+        (plot_matrix, [MODEL] * 2, PHOTO, "this figure shows one model; got 2"),
+        (plot_strip, [MODEL] * 2, PHOTO, "this figure shows one model; got 2"),
+        (partial(through_training, change=True), ".", PHOTO, "through layers"),
+        (through_training, ".", PHOTO, "nor snapshots/"),
+    ],
+)
+def test_models_and_images_that_have_no_figure(plot, models, images, message):
+    with refused(message):
+        plot(models, images)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +185,7 @@ OF_OTHER_FIGURES |= {"overlay": False, "opacity": 0.5}
 def test_keywords_of_other_figures_are_refused_by_name(plot, keywords):
     for name in keywords.split():
         with refused(f"this figure has no keyword {name}"):
-            plot(MODEL, PHOTO, **{name: OF_OTHER_FIGURES[name]})
+            plot(MODEL, PHOTO, **{name: 0})
 
 
 def test_figures_and_pages_of_a_snapshot_and_a_page_of_the_epochs_of_a_run(run, photo, tmp_path):
