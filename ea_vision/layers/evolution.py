@@ -14,7 +14,7 @@ To add an evolution, decorate a subclass of `Evolution` with `@register_evolutio
 import importlib
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from numbers import Real
 from types import MappingProxyType
@@ -367,23 +367,25 @@ class _ConvolvedEvolution(Evolution):
             raise ValueError(
                 "prev_logits of the previous layer required, got None (the first layer of a chain has no evolution)"
             )
+        if key_padding is not None and query_padding is None and self.causal != "cross":
+            Q, N = logits.shape[2:]
+            query_padding = key_padding if Q == N else None
         convolve = self.convolve
-        if self.causal != "none" or key_padding is not None or query_padding is not None:
-            one_sequence = self.causal != "cross" and logits.shape[2] == logits.shape[3]
-            if query_padding is None and one_sequence:
-                query_padding = key_padding
-            allowed = readable(logits, self.causal, key_padding, query_padding)
-            if allowed is not None:
-                prev_logits = prev_logits.masked_fill(~allowed, 0.0)
-                convolve = partial(self.convolve, allowed=allowed)
-                if not self.predict:
-                    logits = logits.masked_fill(~allowed, 0.0)
+        allowed = readable(logits, self.causal, key_padding, query_padding)
+        if allowed is not None:
+            prev_logits = prev_logits.masked_fill(~allowed, 0.0)
+            convolve = partial(self.convolve, allowed=allowed)
+            if not self.predict:
+                logits = logits.masked_fill(~allowed, 0.0)
         return evolve_logits(logits, prev_logits, alpha, self.beta, self.predict, convolve)
 
-    def convolve(self, maps: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """Convolve maps (B, K, Q, N). Entries that are not `allowed` are 0 before each convolution and the shift."""
+    def convolve(
+        self, maps: Tensor, allowed: Tensor | None = None, convs: Sequence[nn.Module] | None = None
+    ) -> Tensor:
+        """Convolve maps (B, K, Q, N) by `convs`, by default all. Entries that are not `allowed` are 0 before each
+        convolution and the shift."""
         patches = among_patches(maps, self.num_prefix_tokens)
-        for conv in self.convs:
+        for conv in convs or self.convs:
             patches = F.relu(conv(patches))
             if allowed is not None:
                 patches = patches.masked_fill(~allowed, 0.0)
@@ -409,10 +411,7 @@ class _ConvolvedEvolution(Evolution):
             return None
         *first, last = self.convs or [None]
         if first:
-            patches = among_patches(prev_logits, self.num_prefix_tokens)
-            for conv in first:
-                patches = F.relu(conv(patches))
-            prev_logits = with_prefix(prev_logits, patches, self.num_prefix_tokens)
+            prev_logits = self.convolve(prev_logits, convs=first)
         weight, bias = (None, None) if last is None else (last.weight, last.bias)
         return {
             "prev_logits": prev_logits,

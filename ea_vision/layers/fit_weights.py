@@ -41,9 +41,13 @@ def fit_weights(layer: FitsWeights, state_dict: dict[str, Tensor], prefix: str) 
     if f"{prefix}weight" in state_dict and layer.fusion == "add":
         begins = not layer.proj.weight.is_meta and all_zero(layer.proj)
         take_convolution(layer, state_dict, prefix, keep_attention=begins)
-    proj_weight = state_dict.get(f"{prefix}proj.weight")
-    fusion = fusion_of(layer, state_dict.get(f"{prefix}conv.weight"), proj_weight)
-    if fusion not in (None, layer.fusion):
+    widths = [len(state_dict.get(f"{prefix}{name}.weight", ())) for name in ("conv", "proj")]
+    fusion = layer.fusion
+    if widths == [layer.out_channels] * 2:
+        fusion = "add"
+    elif widths[1] and sum(widths) == layer.out_channels:
+        fusion = "concat"
+    if fusion != layer.fusion:
         raise ValueError(
             f"the weights of {prefix}conv and {prefix}proj have fusion={fusion!r}, but the network "
             f"has fusion={layer.fusion!r}: create it with fusion={fusion!r}"
@@ -55,20 +59,6 @@ def fit_weights(layer: FitsWeights, state_dict: dict[str, Tensor], prefix: str) 
         table = state_dict.get(prefix + name)
         if table is not None and table.ndim == 2 and table.shape[1] == layer.dim_head_qk:
             state_dict[prefix + name] = fit_rel_table(table, size)
-
-
-def fusion_of(
-    layer: FitsWeights, conv_weight: Tensor | None, proj_weight: Tensor | None
-) -> str | None:
-    """Return the fusion of a layer with these weights and this layer's number of output channels, or None."""
-    if proj_weight is None:
-        return None
-    conv_channels = 0 if conv_weight is None else len(conv_weight)
-    if conv_channels == len(proj_weight) == layer.out_channels:
-        return "add"
-    if conv_channels + len(proj_weight) == layer.out_channels:
-        return "concat"
-    return None
 
 
 def take_convolution(

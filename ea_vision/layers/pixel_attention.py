@@ -5,10 +5,15 @@
 3. the evolution mixes in the previous layer's logits (PA and EA, `ea_vision.layers.evolution`);
 4. out = softmax(logits) v, heads concatenated and projected.
 
-Steps 2 to 4 are `ea_vision.ops.evolving_attention`, unless a hook wants to see the maps.
+Steps 2 to 4 are `ea_vision.ops.evolving_attention`, unless a hook wants to see the maps. With windows of pixels and of
+neighbouring heads, a query sees only some entries.
+
+Paper of windows: `Convolutional Self-Attention Networks` - https://arxiv.org/abs/1904.03107 (there they are of text)
 
 Shape letters: B batch, C channels, H x W the attention map, N = H*W its pixels (row-major), K heads, D width of a head.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +26,20 @@ from ea_vision.layers.positions import (
     with_position,
 )
 from ea_vision.layers.projection import Projection
-from ea_vision.ops import Size, log_large_map, normalise_heads
+from ea_vision.ops import Size, check_windows, log_large_map, normalise_heads
 from ea_vision.ops.reference import own_logits
-from ea_vision.ops.rel_pos import tables_on_map
+from ea_vision.ops.rel_pos import reaches, tables_on_map
 
 
 class PixelAttention(PositionTables, EvolvingMaps):
-    """The attention branch of an augmented convolution: a mixin for `nn.Module`."""
+    """The attention branch of an augmented convolution: a mixin for `nn.Module`.
+
+    Attributes:
+        window: odd (height, width) in pixels, or None for the whole map.
+        head_window: odd number of neighbouring heads under one softmax.
+        head_border: "clip" or "wrap".
+        local: whether a query sees only a part of the map, or other heads.
+    """
 
     def add_attention(
         self,
@@ -89,7 +101,17 @@ class PixelAttention(PositionTables, EvolvingMaps):
         self.dim_head_qk = dim_qk // num_heads
         self.dim_head_v = dim_v // num_heads
         self.scale = self.dim_head_qk**-0.5
-        self.set_windows(window, head_window, head_border, evolution)
+        self.window = check_windows(window, head_window, head_border, num_heads)
+        self.head_window = head_window
+        self.head_border = head_border
+        self.local = self.window is not None or head_window > 1
+        if evolution is not None and head_window > 1:
+            raise ValueError(f"head_window must be 1 where maps evolve, got {head_window}")
+        if evolution is not None and window is not None and evolution.mixes_attn:
+            raise ValueError(
+                f"window must be None with {type(evolution).__name__}, which mixes maps after the "
+                f"softmax and would reach beyond the window; got {window}"
+            )
         self.need_logits = evolution is not None or not self.local
 
         dd = {"device": device, "dtype": dtype}
@@ -140,6 +162,27 @@ class PixelAttention(PositionTables, EvolvingMaps):
         v = v.reshape(B, self.num_heads, self.dim_head_v, H * W).transpose(-2, -1)
         return q, k, v, (H, W)
 
+    def on_map(self, feat_size: Size) -> dict[str, Any]:
+        return {
+            "height_rel": self.height_rel,
+            "width_rel": self.width_rel,
+            "feat_size": feat_size,
+            "window": self.window,
+            "head_window": self.head_window,
+            "head_border": self.head_border,
+        }
+
+    def map_elements(self, feat_size: Size) -> int:
+        """Return the number of query-key pairs that attention reads on a map of (height, width), in all heads."""
+        K = self.num_heads
+        heads = K * self.head_window
+        if self.head_border == "clip":
+            heads = _count_pairs(K, min(K, self.head_window // 2 + 1))
+        high, wide = reaches(feat_size, self.window)
+        rows = _count_pairs(feat_size[0], high)
+        columns = _count_pairs(feat_size[1], wide)
+        return heads * rows * columns
+
     def logits_of(self, q: Tensor, k: Tensor, feat_size: Size) -> Tensor:
         """Return the layer's logits before any evolution; see `EvolvingMaps`."""
         tables = tables_on_map(self.height_rel, self.width_rel, feat_size, self.window)
@@ -157,3 +200,8 @@ class PixelAttention(PositionTables, EvolvingMaps):
         if x.stride(1) == 1 and not x.is_contiguous():  # channels last
             out = out.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
         return self.proj(out), logits
+
+
+def _count_pairs(size: int, most: int) -> int:
+    """Count the ordered pairs among `size` positions that are less than `most` apart."""
+    return sum(size - abs(offset) for offset in range(1 - most, most))

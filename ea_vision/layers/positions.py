@@ -13,12 +13,9 @@ they fit every size, as the tables do.
 Shape letters: B batch, C channels, H x W the attention map, D width of a head.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
-from ea_vision.layers.windows import SeesWindows
 from ea_vision.ops import Size, log_large_map
 from ea_vision.ops.rel_pos import fit_rel_table, reaches
 
@@ -98,9 +95,9 @@ def append_coordinates(x: Tensor) -> Tensor:
     return torch.cat([x, channels.expand(B, 3, H, W)], dim=1)
 
 
-class PositionTables(SeesWindows):
-    """A mixin for an attention layer with `num_heads`, `dim_head_qk` (D), `evolution`, and `relative`: whether it has
-    tables.
+class PositionTables:
+    """A mixin for an attention layer with `num_heads`, `dim_head_qk` (D), `evolution`, `window`, and `relative`, which
+    says whether it has tables.
 
     Attributes:
         feat_size: (H, W) of the map for which the tables are made.
@@ -123,16 +120,6 @@ class PositionTables(SeesWindows):
             return []
         high, wide = reaches(feat_size, self.window)
         return [("height_rel", high), ("width_rel", wide)]
-
-    def on_map(self, feat_size: Size) -> dict[str, Any]:
-        return {
-            "height_rel": self.height_rel,
-            "width_rel": self.width_rel,
-            "feat_size": feat_size,
-            "window": self.window,
-            "head_window": self.head_window,
-            "head_border": self.head_border,
-        }
 
     def set_feat_size(self, feat_size: Size) -> None:
         """Fit the position tables to another (height, width) of the map, permanently."""

@@ -39,7 +39,7 @@ class ChainedNetwork:
     min_img_size = 1  # pixels
 
     def feature_steps(self) -> list[Step]:
-        """Return the network up to its head as functions (x, prev_logits) -> (x, logits), one for each feature of
+        """Return the network up to its head as functions (x, prev_logits) -> (x, logits) | x, one for each feature of
         `feature_info`."""
         raise NotImplementedError
 
@@ -62,14 +62,11 @@ class ChainedNetwork:
         """Run the first `count` of `feature_steps`; return the last feature, and the list of those taken."""
         intermediates = []
         logits = None
-        self.relay.begin()
-        try:
+        with self.one_forward():
             for index, step in enumerate(self.feature_steps()[:count]):
                 x, logits = received(step(x, logits))
                 if index in take_indices:
                     intermediates.append(x)
-        finally:
-            self.relay.end()
         return x, intermediates
 
     def forward_features(self, x: Tensor) -> Tensor:

@@ -3,8 +3,7 @@
 Shape letters: B batch, C channels, H x W image or map, N = H*W pixels of a map, K heads.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +12,8 @@ from ea_vision.layers import AugmentedConv2d
 from ea_vision.layers.handing_on import Handed, Relay, check_found
 from ea_vision.layers.recomputing import checkpoint
 
-# (x, prev_logits) -> (x, logits)
-Step = Callable[[Tensor, "Tensor | None"], "tuple[Tensor, Tensor | None]"]
+# (x, prev_logits) -> (x, logits) | x
+Step = Callable[[Tensor, "Tensor | None"], "Tensor | tuple[Tensor, Tensor | None]"]
 
 
 def growing_rates(last: float, count: int) -> Iterator[float]:
@@ -53,17 +52,15 @@ def run_block(
     return received(output)
 
 
-def _run_through(
-    parts: Sequence[Callable[[Tensor], Tensor]], x: Tensor, prev_logits: Tensor | None
-) -> tuple[Tensor, None]:
-    for part in parts:
-        x = part(x)
-    return x, None
-
-
 def through(*parts: Callable[[Tensor], Tensor]) -> Step:
     """Return a step of `feature_steps` through parts that take and return a tensor."""
-    return partial(_run_through, parts)
+
+    def step(x: Tensor, _: Tensor | None) -> Tensor:
+        for part in parts:
+            x = part(x)
+        return x
+
+    return step
 
 
 class AttnStage(nn.Sequential):
@@ -97,11 +94,9 @@ class TensorStage(AttnStage):
             part.relay = self.relay
         return part
 
-    def forward(self, x: Tensor, prev_logits: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         handed = self.relay.find(x)
-        if prev_logits is None:
-            prev_logits = handed.logits
-        x, logits = super().forward(x, prev_logits)
+        x, logits = super().forward(x, handed.logits)
         with_gradients = torch.is_grad_enabled()
         self.relay.hand_on(x, Handed(logits=logits, with_gradients=with_gradients))
         return x

@@ -24,7 +24,6 @@ from ea_vision.layers import sequence_attention as sequences
 from ea_vision.layers.handing_on import Handed, HandingBlock, remove_hooks
 from ea_vision.models._mechanisms import Mechanisms, check_idle, refuse
 from ea_vision.models.any_transformer import plain_class, shared_copy
-from ea_vision.models.evolve import Family, register_family
 from ea_vision.ops import Size, use_implementation
 
 NAME = "ea_vision"  # key of the attention function, and of the evolution in a model's configuration
@@ -450,10 +449,3 @@ def check_weights(folder: str, info: dict[str, Any]) -> None:
         raise UsageError(
             f"weights of {folder} must be those of the evolution in its config.json, got {'; '.join(faults)}"
         )
-
-
-register_family(
-    Family(
-        accepts=accepts, evolves=evolves, evolve=evolve_huggingface, unevolve=unevolve_huggingface
-    )
-)

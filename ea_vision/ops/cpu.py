@@ -218,15 +218,11 @@ class Cpu(Implementation):
 
     def forward(self, problem: Problem) -> tuple[Tensor, Tensor | None]:
         p = problem
-        K = p.q.shape[1]
         kind = NONE
         prev = None
         if p.prev_logits is not None:
             kind = PREDICT if p.predict else MIX
             prev = p.prev_logits.to(p.q.dtype).contiguous()
-        gates = p.gates()
-        if gates is None:
-            gates = torch.tensor([[p.alpha] * K, [p.beta] * K], dtype=torch.float32)
         window = p.window or (0, 0)
         out, logits, _ = _forward(
             p.q,
@@ -237,7 +233,7 @@ class Cpu(Implementation):
             prev=prev,
             weight=_parameter(p.weight),
             bias=_parameter(p.bias),
-            gates=_parameter(gates),
+            gates=torch.stack([p.by_head(p.alpha), p.by_head(p.beta)]),
             seed=p.dropout_seed(),
             scale=p.scale,
             dropout_p=p.dropout_p,

@@ -142,17 +142,17 @@ class Problem:
         return self.window is not None or self.head_window > 1
 
     def gates(self) -> Tensor | None:
-        """Return alpha and beta per head, (2, K) in float32, or None if both are numbers.
-
-        Raises:
-            ValueError: a gate has neither 1 nor K values.
-        """
+        """Return alpha and beta per head, (2, K) in float32, or None if both are numbers; see `by_head`."""
         if not isinstance(self.alpha, Tensor) and not isinstance(self.beta, Tensor):
             return None
-        return torch.stack([self._by_head(self.alpha), self._by_head(self.beta)])
+        return torch.stack([self.by_head(self.alpha), self.by_head(self.beta)])
 
-    def _by_head(self, gate: float | Tensor) -> Tensor:
-        """Return a gate per head, (K) in float32."""
+    def by_head(self, gate: float | Tensor) -> Tensor:
+        """Return a gate per head, (K) in float32.
+
+        Raises:
+            ValueError: it has neither 1 nor K values.
+        """
         K = self.q.shape[1]
         if not isinstance(gate, Tensor):
             return self.q.new_full((K,), gate, dtype=torch.float32)

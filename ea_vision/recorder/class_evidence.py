@@ -7,8 +7,6 @@ network that is recorded. `quantities.class_rollout` takes it through the layers
 """
 
 from collections.abc import Sequence
-from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,16 +25,17 @@ FUSED = F.scaled_dot_product_attention
 
 class _Follow(TorchFunctionMode):
     """Keep what each of some layers forms in a forward with gradients: its attention and None, or the output of fused
-    attention and its values."""
+    attention and its values.
+
+    Attributes:
+        running: names of the layers that run, the innermost last.
+        formed: by name.
+    """
 
     def __init__(self):
         super().__init__()
         self.running: list[str] = []
         self.formed: dict[str, tuple[Tensor, Tensor | None]] = {}
-
-    def enter(self, name: str, *_: Any) -> None:
-        """Begin a forward of a layer, as a hook before it."""
-        self.running.append(name)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -113,8 +112,10 @@ def add_class_evidence(
     with Hooks() as hooks, evaluating(model):
         for layer in maps.values():
             module = model.get_submodule(layer.name)
-            enter = partial(follow.enter, layer.name)
-            hooks.add(module.register_forward_pre_hook, enter)
+            hooks.add(
+                module.register_forward_pre_hook,
+                lambda *_, name=layer.name: follow.running.append(name),
+            )
             hooks.add(module.register_forward_hook, lambda *_: follow.running.pop())
         with use_implementation("reference"), follow:
             _, total, logits, _ = class_scores(model, batch, classes)

@@ -132,8 +132,7 @@ class Sight:
     def begin(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
         """Forget the last forward. The network's first argument is taken as images if it has their shape."""
         self._forget()
-        names = list(inspect.signature(model.forward).parameters)
-        first = names[0] if names else ""
+        first = next(iter(inspect.signature(model.forward).parameters), "")
         value = args[0] if args else kwargs.get(first)
         if isinstance(value, Tensor) and value.ndim == 4 and value.shape[1] in self.channels:
             self.image = value.shape
@@ -331,7 +330,6 @@ def token_layout(
             return Layout(
                 feat_size, key_size, names[:prefix], query_names, image=size, covered=covered
             )
-    key_size = sight.key_grid(keys, 0, len(names))
     if key_size and queries != keys and not query_names:
         objects = tuple(f"query{number + 1}" for number in range(queries))  # a detector's
         return Layout(key_size, key_size, query_names=objects, image=size)

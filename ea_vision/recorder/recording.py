@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ea_vision.layers import AugmentedConv2d, MapsAttention
 from ea_vision.layers.inspect_attention import calls_attention, heads_of, prefix_names
+from ea_vision.layers.recomputing import recomputes
 from ea_vision.models.modes import unwrap
 from ea_vision.recorder.interception import Hooks, Take, compiled_code_runs_eagerly, intercepted
 from ea_vision.recorder.layouts import Layout, Sight, image_seen, layout_finder, learned_queries
@@ -93,7 +94,7 @@ class _Watch:
     def begin(self, *_) -> None:
         """Begin a forward of the layer; a recomputation in the backward pass (checkpointing) is not recorded."""
         self.ran = True
-        self.records = torch._C._current_graph_task_id() == -1
+        self.records = not recomputes()
         self.current = None
         self.formed = ()
         self.mixed = None
