@@ -177,8 +177,6 @@ class SequenceMaps(MapsAttention, nn.Module):
         prefix_tokens: number of tokens before the patches.
     """
 
-    fused_attn = True
-
     def __init__(self, chain: Chain, number: int, num_heads: int, prefix_tokens: int = 0):
         super().__init__()
         self.prefix_tokens = prefix_tokens

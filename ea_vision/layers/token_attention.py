@@ -14,12 +14,15 @@ from ea_vision.ops import Size
 
 
 class MapsAttention(EvolvingMaps):
-    """The maps of a layer over tokens; a mixin for a class with `num_heads`, `scale`, `fused_attn` and `attn_drop`.
+    """The maps of a layer over tokens; a mixin for a class with `num_heads`, `scale` and `attn_drop`.
 
     Attributes:
+        fused_attn: whether another implementation than the reference may run; timm's layers set it.
         value_residual: a module that mixes in the first layer's values, or None.
         number: the layer's place in its chain, counted from 1.
     """
+
+    fused_attn = True
 
     def _operands(self, prev_logits: Tensor | None) -> Operands | None:
         return super()._operands(prev_logits) if self.fused_attn else None

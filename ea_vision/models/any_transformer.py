@@ -68,8 +68,6 @@ class WholePatchEmbed(PatchEmbed):
 class EvolvingTokens(MapsAttention):
     """A mixin for an attention layer's class, whose forward calls `attended`."""
 
-    fused_attn = True
-
     def attended(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None
     ) -> Tensor:

@@ -166,18 +166,20 @@ class Placement:
         chains = ChainBuilder(attention, network, device, dtype)
         for stage in STAGES:
             name = f"layer{stage}"
-            blocks = list(getattr(network, name))
+            blocks = getattr(network, name)
             if stage in attending:
                 reduction = network.feature_info[stage]["reduction"]
                 make = partial(self._layer, chains, stage, reduction)
                 for block in blocks:
                     block.augment(make, self.augment, self.augment_strided)
-            setattr(network, name, TensorStage(*blocks, relay=network.relay))
+            tensor_stage = TensorStage(*blocks, relay=network.relay)
+            tensor_stage.training = blocks.training
+            setattr(network, name, tensor_stage)
 
     def _layer(
         self, chains: ChainBuilder, stage: int, reduction: int, conv: nn.Conv2d, stride: int
     ) -> AugmentedConv2d:
-        """Return the attention layer that replaces a convolution or, with fusion="add", contains it.
+        """Return the attention layer that replaces a convolution or, with fusion="add", contains it; in its mode.
 
         Args:
             reduction: image pixels per pixel of the stage's output, along a side.
@@ -185,7 +187,7 @@ class Placement:
                 attention pools instead.
         """
         pools = (max(self.map_reduction, reduction) // reduction).bit_length() - 1
-        return chains.layer(
+        layer = chains.layer(
             conv.in_channels,
             conv.out_channels,
             3,
@@ -196,6 +198,7 @@ class Placement:
             dilation=conv.dilation[0],
             conv=conv,
         )
+        return layer.train(conv.training)
 
 
 class ResNetStages(ChainedNetwork):

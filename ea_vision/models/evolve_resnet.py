@@ -138,7 +138,6 @@ def evolve_resnet(
     weight = next(evolving.parameters())
     placement.put(evolving, attention, weight.device, weight.dtype)
     evolving.set_grad_checkpointing(getattr(model, "grad_checkpointing", False))
-    _take_modes(evolving, model)
     remember_evolution(evolving, keywords)
     return evolving
 
@@ -161,12 +160,13 @@ def unevolve_resnet(model: nn.Module) -> nn.Module:
         block.__class__ = plain_class(type(block))
     for stage in STAGES:
         blocks = getattr(plain, f"layer{stage}")
-        setattr(plain, f"layer{stage}", nn.Sequential(*blocks))
+        sequential = nn.Sequential(*blocks)
+        sequential.training = blocks.training
+        setattr(plain, f"layer{stage}", sequential)
     plain.__class__ = plain.__dict__.pop("plain_class", _base_of(model))
     del plain.img_size, plain.relay
     if isinstance(plain, torchvision.models.ResNet):
         del plain.feature_info
-    _take_modes(plain, model)
     return plain
 
 
@@ -254,13 +254,3 @@ def _feature_info(model: nn.Module) -> list[dict]:
         channels = getattr(blocks[-1], "conv3", blocks[-1].conv2).out_channels
         info.append(dict(num_chs=channels, reduction=reduction, module=f"layer{stage}"))
     return info
-
-
-def _take_modes(model: nn.Module, source: nn.Module) -> None:
-    """Put each module into training or evaluation mode as in `source`; new modules take the mode of their parent."""
-    modes = {name: module.training for name, module in source.named_modules()}
-    for name, module in model.named_modules():
-        place = name
-        while place not in modes:
-            place = place.rpartition(".")[0]
-        module.training = modes[place]

@@ -226,13 +226,19 @@ def _give_chain(
         layer.maps = sequences.SequenceMaps(chain, number, heads, prefix_tokens)
         layer.maps.train(layer.training)
     maps = [layer.maps for layer in layers]
-    form = _in_causal_form(mechanisms, names.causal)
-    form.give(blocks, maps, _width_of(layers[0]), prefix_tokens, class_token_alone=False)
+    if mechanisms.kind == "ea" and names.causal != "none":  # the other kinds need no causal form
+        options = {"causal": names.causal, **mechanisms.options}
+        mechanisms = replace(mechanisms, options=options)
+    mechanisms.give(blocks, maps, _width_of(layers[0]), prefix_tokens, class_token_alone=False)
     for layer in layers:
         if layer.maps.reads_input or names.causal == "self":
             layer.register_forward_pre_hook(chain.note_input, with_kwargs=True)
     for block in blocks:
-        _put_in_chain(block, chain, layers[0].config)
+        if not isinstance(block, EvolvingBlock):
+            _change_class(block, evolving_class(type(block)))
+            block.relays = []
+            block.attention_config = layers[0].config
+        block.relays.append(chain)
         for name, module in block.named_modules():
             if WEIGHTS.search(f".{name}."):
                 module._is_hf_initialized = True  # transformers leaves it as it is
@@ -248,27 +254,11 @@ def _check_grid_is_not_needed(mechanisms: Mechanisms, names: inspect_attention.L
         )
 
 
-def _in_causal_form(mechanisms: Mechanisms, causal: str) -> Mechanisms:
-    """Return the mechanisms with EA's causal form, if the layers are causal; the other kinds need none."""
-    if mechanisms.kind != "ea" or causal == "none":
-        return mechanisms
-    return replace(mechanisms, options={"causal": causal, **mechanisms.options})
-
-
 def _change_class(block: nn.Module, cls: type) -> None:
     """Change the class of a block; accelerate's hooks, which keep the old forward beside it, call the new one."""
     block.__class__ = cls
     if "_old_forward" in vars(block):
         block._old_forward = types.MethodType(cls.forward, block)
-
-
-def _put_in_chain(block: nn.Module, chain: sequences.Chain, config: Any) -> None:
-    """Add a block to a chain, and make it an `EvolvingBlock`."""
-    if not isinstance(block, EvolvingBlock):
-        _change_class(block, evolving_class(type(block)))
-        block.relays = []
-        block.attention_config = config
-    block.relays.append(chain)
 
 
 def _around(model: nn.Module, block: str) -> nn.Module:

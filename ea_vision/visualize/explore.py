@@ -75,11 +75,14 @@ EVIDENCE_HEIGHT = 96  # pixels of a class's picture
 # ---- images ---------------------------------------------------------------------------------------------------------
 
 
-def data_url(pixels: np.ndarray) -> str:
-    """Return (H, W, 3) uint8 as a data: URL, small images as PNG, others as JPEG."""
+def data_url(pixels: np.ndarray, size: tuple[int, int] | None = None) -> str:
+    """Return (H, W, 3) in 0..1 as a data: URL, small images as PNG, others as JPEG. size: its (width, height), if they
+    change."""
+    picture = Image.fromarray((pixels * 255).round().astype(np.uint8))
+    picture = picture.resize(size or picture.size)
     data = io.BytesIO()
-    kind = "png" if pixels.size <= 3 * 128 * 128 else "jpeg"
-    Image.fromarray(pixels).save(data, kind, quality=90, optimize=True)
+    kind = "png" if picture.width * picture.height <= 128 * 128 else "jpeg"
+    picture.save(data, kind, quality=90, optimize=True)
     return f"data:image/{kind};base64,{_text_of(data.getvalue())}"
 
 
@@ -234,9 +237,8 @@ class Explorer:
             _add_evidence(predictions, seen)
         else:
             predictions = []
-        photo = (seen.pixels() * 255).round().astype(np.uint8)
         return {
-            "photo": data_url(photo),
+            "photo": data_url(seen.pixels()),
             "imgSize": seen.img_size,
             "equation": equation(model.model, chosen),
             "predictions": predictions,
@@ -330,8 +332,7 @@ def _add_evidence(predictions: Sequence[dict], seen: Recording) -> None:
             log.warning("the page shows no evidence of classes: %s", error)
             return
         photo, _ = in_fog(seen.pixels(), values, norm)
-        picture = Image.fromarray((photo * 255).round().astype(np.uint8))
-        prediction["evidence"] = data_url(np.asarray(picture.resize(size)))
+        prediction["evidence"] = data_url(photo, size)
 
 
 def _objects(

@@ -235,8 +235,7 @@ def _part_of_photo(photo: np.ndarray, size: Size, shown: Size) -> np.ndarray:
     is larger than `size`, pad it with black."""
     height = round(shown[0] * photo.shape[0] / size[0])
     width = round(shown[1] * photo.shape[1] / size[1])
-    channels_first = torch.from_numpy(photo).movedim(2, 0)
-    return crop(channels_first, 0, 0, height, width).movedim(0, 2).numpy()
+    return np.asarray(Image.fromarray(photo).crop((0, 0, width, height)))
 
 
 class FigureRequest:

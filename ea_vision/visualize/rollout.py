@@ -15,7 +15,7 @@ from torch import nn
 from ea_vision.base.errors import UsageError
 from ea_vision.ops import Size
 from ea_vision.recorder.class_evidence import add_class_evidence
-from ea_vision.recorder.quantities import TINY, attention_rollout, class_rollout
+from ea_vision.recorder.quantities import as_distributions, attention_rollout, class_rollout
 from ea_vision.recorder.recording import LayerMaps
 from ea_vision.visualize.figure_options import make_parser, run_figure
 from ea_vision.visualize.figure_request import (
@@ -177,7 +177,7 @@ def _rollout(layers: Sequence[LayerMaps], of_class: bool) -> tuple[np.ndarray, n
     [shares] = class_rollout(maps) if of_class else attention_rollout(maps)  # (T', T)
     rollout = shares[:, first.num_prefix_tokens :]
     if of_class:
-        rollout = rollout / rollout.sum(-1, keepdim=True).clamp_min(TINY) * rollout.shape[-1]
+        rollout = as_distributions(rollout) * rollout.shape[-1]
     else:
         rollout = rollout * shares.shape[-1]
     rollout = rollout.unflatten(-1, first.feat_size).cpu().numpy()

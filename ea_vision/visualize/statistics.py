@@ -222,6 +222,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--csv", metavar="FILE", help="write the numbers too, one row per model, layer and head"
     )
     options = parser.parse_args(argv)
-    others = [check_output(Path(options.csv), (".csv",), "--csv")] if options.csv else []
-    plot = partial(plot_statistics, csv=(others or [None])[0])
-    return run_figure(options, plot, together="always", others=others)
+    csv = check_output(Path(options.csv), (".csv",), "--csv") if options.csv else None
+    plot = partial(plot_statistics, csv=csv)
+    return run_figure(options, plot, together="always", others=[csv] if csv else [])
