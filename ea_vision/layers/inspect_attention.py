@@ -4,7 +4,7 @@ tokens a layer's queries read."""
 import inspect
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -160,9 +160,12 @@ def layer_chains(model: nn.Module) -> list[LayerChain]:
         if uses_interface(module):
             pattern = re.sub(r"\b\d+\b", "*", name)
             rows[pattern][name] = heads_of(module)
-    stages = []
-    for heads in rows.values():
-        stages += _by_stage(heads)
+    groups = defaultdict(list)
+    for pattern, heads in rows.items():
+        for name, block in zip(heads, block_names(list(heads)), strict=True):
+            group = groups[pattern, heads[name], block.rpartition(".")[0]]
+            group.append((name, block))
+    stages = [tuple(zip(*group, strict=True)) for group in groups.values()]
     crossing = set()
     for names, blocks in stages:
         if CROSS_ATTENTION.search(names[0]):
@@ -180,18 +183,6 @@ def layer_chains(model: nn.Module) -> list[LayerChain]:
             causal = "cross" if across else "self"
         chains.append(LayerChain(names, blocks, across, causal, *embedding_of(model, names[0])))
     return chains
-
-
-def _by_stage(heads: Mapping[str, int]) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Return the chains among layers whose names differ only in numbers: the names of their layers and blocks.
-
-    Args:
-        heads: name of a layer -> its number of heads.
-    """
-    stages = defaultdict(list)
-    for name, block in zip(heads, block_names(list(heads)), strict=True):
-        stages[heads[name], block.rpartition(".")[0]].append((name, block))
-    return [tuple(zip(*stage, strict=True)) for stage in stages.values()]
 
 
 def block_names(layers: Sequence[str]) -> tuple[str, ...]:
