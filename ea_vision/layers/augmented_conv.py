@@ -12,11 +12,12 @@ rest. In PA and EA an evolution (`ea_vision.layers.evolution`) mixes the previou
 Shape letters: B batch, C channels, H x W the attention map, N = H*W its pixels (row-major), K heads.
 """
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ea_vision.layers.fit_weights import FitsWeights
-from ea_vision.layers.fusion import branch_widths, check_conv, join
+from ea_vision.layers.fusion import branch_widths, check_conv
 from ea_vision.layers.pixel_attention import PixelAttention
 from ea_vision.layers.tracing import keep_whole
 from ea_vision.ops import halve
@@ -147,7 +148,8 @@ class AugmentedConv2d(FitsWeights, PixelAttention, nn.Module):
         if self.conv is None:
             return attn, logits
         y = self.conv_drop(self.conv(x))
-        return join(self.fusion, y, attn), logits
+        y = y + attn if self.fusion == "add" else torch.cat([y, attn], dim=1)
+        return y, logits
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, feat_size={self.feat_size}, fusion={self.fusion!r}"

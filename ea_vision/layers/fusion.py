@@ -1,10 +1,9 @@
-"""How an augmented convolution joins its two branches: concatenated on channels, or added.
+"""The widths and checks of an augmented convolution's two branches, which it concatenates on channels or adds.
 
 Paper: `Attention Augmented Convolutional Networks`, section 3.2 - https://arxiv.org/abs/1904.09925 (concatenated)
 """
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 
 def check_fusion(fusion: str) -> None:
@@ -46,8 +45,3 @@ def check_conv(
         raise ValueError(
             f"conv must have (in_channels, out_channels, stride) = {required}, got {received}"
         )
-
-
-def join(fusion: str, y: Tensor, attn: Tensor) -> Tensor:
-    """Return the layer's output from those of convolution and attention, (B, C, H, W) each."""
-    return y + attn if fusion == "add" else torch.cat([y, attn], dim=1)

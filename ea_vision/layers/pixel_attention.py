@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from ea_vision.layers.evolving_maps import EvolvingMaps
 from ea_vision.layers.positions import (
     PositionTables,
+    add_sine,
+    append_coordinates,
     branch_channels,
     check_position,
-    with_position,
 )
 from ea_vision.layers.projection import Projection
 from ea_vision.ops import Size, check_windows, log_large_map, normalise_heads
@@ -141,7 +142,11 @@ class PixelAttention(PositionTables, EvolvingMaps):
 
     def branch_input(self, x: Tensor) -> Tensor:
         """Return the input of the projection `qkv`: x (B, C, H, W) with absolute positions."""
-        return with_position(x, self.position)
+        if self.position == "sine":
+            return add_sine(x)
+        if self.position == "coord":
+            return append_coordinates(x)
+        return x
 
     def heads_of(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Size]:
         """Return queries, keys and values, and the map's size.

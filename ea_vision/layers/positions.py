@@ -45,15 +45,6 @@ def branch_channels(in_channels: int, position: str) -> int:
     return in_channels + 3 if position == "coord" else in_channels
 
 
-def with_position(x: Tensor, position: str) -> Tensor:
-    """Return the branch's input (B, C, H, W) with absolute positions; "relative" and "none" add none."""
-    if position == "sine":
-        return add_sine(x)
-    if position == "coord":
-        return append_coordinates(x)
-    return x
-
-
 def _axis(size: int, like: Tensor) -> Tensor:
     """Return 0 .. size - 1 on the device of `like`, in float32, or in float64 if `like` is."""
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
