@@ -11,7 +11,10 @@ One registered name builds all networks of timm that `evolve` has evolved, so th
 Each family has a file: `huggingface`, `evolve_resnet`, and `any_transformer`, whose error names what can evolve.
 """
 
+import importlib
+import sys
 from collections.abc import Mapping
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -19,9 +22,17 @@ import timm
 from timm.models import load_pretrained, register_model, resolve_pretrained_cfg
 from torch import nn
 
-from ea_vision.models import any_transformer, evolve_resnet, huggingface
+from ea_vision.models import any_transformer, evolve_resnet
 from ea_vision.models._build import name_plain
 from ea_vision.models.note import EVOLVED, forget_evolution
+
+
+def _huggingface_for(model: nn.Module) -> ModuleType | None:
+    """Return the file of transformers' models if the network is one, else None."""
+    transformers = sys.modules.get("transformers")
+    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
+        return None
+    return importlib.import_module("ea_vision.models.huggingface")
 
 
 def evolve(model: nn.Module, kind: str | None = "ea", *args: Any, **options: Any) -> nn.Module:
@@ -54,7 +65,8 @@ def evolve(model: nn.Module, kind: str | None = "ea", *args: Any, **options: Any
         )
     args = map(_without_numpy, args)
     options = {name: _without_numpy(value) for name, value in options.items()}
-    if huggingface.accepts(model):
+    huggingface = _huggingface_for(model)
+    if huggingface is not None:
         return huggingface.evolve_huggingface(model, kind, *args, **options)
     if evolve_resnet.is_resnet(model):
         return evolve_resnet.evolve_resnet(model, kind, *args, **options)
@@ -78,7 +90,8 @@ def unevolve(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: the network does not evolve, or a mechanism changes something.
     """
-    if huggingface.evolves(model):
+    huggingface = _huggingface_for(model)
+    if huggingface is not None and huggingface.evolves(model):
         plain = huggingface.unevolve_huggingface(model)
     elif evolve_resnet.has_attention(model):
         plain = evolve_resnet.unevolve_resnet(model)

@@ -328,16 +328,8 @@ def _width_of(layer: nn.Module) -> int:
     return [*query_widths, *widths.values()][0]
 
 
-def accepts(model: nn.Module) -> bool:
-    """Return whether a network is a model of transformers."""
-    transformers = sys.modules.get("transformers")
-    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
-
-
 def evolves(model: nn.Module) -> bool:
-    """Return whether a network is an evolving model of transformers."""
-    if not accepts(model):
-        return False
+    """Return whether a model of transformers evolves."""
     return any(isinstance(module, sequences.SequenceMaps) for module in model.modules())
 
 
