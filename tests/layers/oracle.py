@@ -73,10 +73,10 @@ def evolved_maps(evolution, logits, prev):
     return beta * new + (1 - beta) * mixed
 
 
-def normalised(head, gain):
-    """A head's queries or keys (B, N, D) over the root of their mean square, times its gain."""
-    mean_square = (head**2).sum(2, keepdim=True) / head.shape[2]
-    return gain * head / (mean_square + 1e-6).sqrt()
+def normalised(heads, gain):
+    """Queries or keys (..., N, D) over the root of their mean square, times their gain."""
+    mean_square = (heads**2).sum(-1, keepdim=True) / heads.shape[-1]
+    return gain * heads / (mean_square + 1e-6).sqrt()
 
 
 def fused(layer, x, attention):
@@ -153,18 +153,14 @@ def sine(C, size):
     return table.t().reshape(C, *size)
 
 
-def centred(index, size):
-    return 2 * index / (size - 1) - 1 if size > 1 else 0
-
-
-def loop_coordinates(H, W):
-    """Return CoordConv's channels by a loop over pixels, (3, H, W)."""
-    table = torch.zeros(3, H, W, dtype=torch.float64)
-    for y, x in itertools.product(range(H), range(W)):
-        down = centred(y, H)
-        right = centred(x, W)
-        table[:, y, x] = torch.tensor([right, down, math.hypot(right, down)])
-    return table
+def coordinates(size):
+    """Return CoordConv's channels, (3, H, W)."""
+    axes = []
+    for side in size:
+        axis = torch.linspace(-1, 1, side, dtype=torch.float64)
+        axes.append(axis if side > 1 else torch.zeros_like(axis))
+    down, right = torch.meshgrid(*axes, indexing="ij")
+    return torch.stack([right, down, torch.hypot(right, down)])
 
 
 def placed(x, position):
@@ -173,7 +169,7 @@ def placed(x, position):
     if position == "sine":
         return x + sine(x.shape[1], size)
     if position == "coord":
-        return torch.cat([x, loop_coordinates(*size).expand(len(x), -1, -1, -1)], 1)
+        return torch.cat([x, coordinates(size).expand(len(x), -1, -1, -1)], 1)
     return x
 
 
@@ -187,9 +183,10 @@ def gradients(outputs, inputs):
     generator = torch.Generator().manual_seed(1)
     total = 0
     for y in outputs:
-        weights = torch.randn(y.shape, generator=generator, dtype=y.dtype)
-        total = total + (y * weights).sum()
-    return torch.autograd.grad(total, inputs, retain_graph=True)
+        weights = torch.randn(y.shape, generator=generator, dtype=torch.float64)
+        total = total + (y * weights.to(y.device)).sum()
+    options = {"allow_unused": True, "materialize_grads": True, "retain_graph": True}
+    return torch.autograd.grad(total, inputs, **options)
 
 
 def assert_same(actual, expected, inputs, **near):
@@ -201,10 +198,22 @@ def assert_same(actual, expected, inputs, **near):
     torch.testing.assert_close(gradients(actual, inputs), gradients(expected, inputs), **near)
 
 
+def assert_exact(function, equation, tensors, tolerance):
+    """Compare a function's outputs and gradients with those of an equation in float64, relative to their norms."""
+    wide = [x.detach().double().requires_grad_() for x in tensors]
+    outputs = function(*tensors)
+    exact = equation(*wide)
+    have = [*outputs, *gradients(outputs, tensors)]
+    want = [*exact, *gradients(exact, wide)]
+    for one, other in zip(have, want, strict=True):
+        assert one.dtype == tensors[0].dtype
+        assert (one.double() - other).norm() <= tolerance * other.norm()
+
+
 BRANCH = dict(dim_qk=4, dim_v=6, num_heads=2, feat_size=(3, 4))
 
 
-def make(stride=1, in_channels=4, **options):
+def make(stride=1, in_channels=8, **options):
     """An augmented convolution to 10 channels, in float64, whose parameters are all random."""
     layer = AugmentedConv2d(in_channels, 10, 3, stride, **{**BRANCH, **options})
     with torch.no_grad():
@@ -220,6 +229,6 @@ def assert_defined(layer, x, prev=None):
         inputs.append(prev.requires_grad_())
     actual = [y for y in layer(x, prev) if y is not None]
     assert len(actual) == 1 + layer.need_logits
-    # absolute positions are computed in float32
-    near = {"atol": 1e-5, "rtol": 1e-5} if layer.position in ("sine", "coord") else {}
+    assert actual[0].shape[1] == layer.out_channels
+    near = {"atol": 1e-5, "rtol": 1e-5} if layer.position == "sine" else {}  # timm's are float32
     assert_same(actual, attention_branch(layer, x, prev)[: len(actual)], inputs, **near)

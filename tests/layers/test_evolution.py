@@ -7,8 +7,6 @@ from torch.testing import assert_close
 
 from ea_vision.deployment.evolution import fold_evolution
 from ea_vision.layers import AugmentedConv2d, EvolvingAttention, create_evolution
-from ea_vision.layers.handing_on import Handed
-from ea_vision.models.any_transformer import EvolvingVitAttention, by_heads
 from ea_vision.ops import evolving_attention, use_implementation
 from tests.layers.oracle import assert_same, doubles, evolved_maps
 from tests.refused import refused
@@ -67,30 +65,11 @@ def test_convolutions_begin_by_he():
     assert torch.equal(plain.convs[0].weight, expected)
 
 
-class TokenLayer(EvolvingVitAttention):
-    """The attention layer of a transformer's block, called without the block: (x, prev, (H, W)) -> (y, logits)."""
-
-    def __init__(self, evolution):
-        super().__init__(16, num_heads=2)
-        self.gate = getattr(self, "gate", None)
-        self.evolution = evolution
-        self.need_logits = True
-        self.value_residual = None
-        self.number = 2
-
-    def forward(self, x, prev_logits=None, feat_size=None):
-        q, k, v = by_heads(self, self.qkv(x))
-        out, handed = self.attend(x, q, k, v, Handed(logits=prev_logits), feat_size)
-        return self.finish(out.flatten(2), x), handed.logits
-
-
-def layer_and_inputs(evolution, over_tokens=False):
-    """Return a layer over the tokens or the pixels of a 4x3 map, and what it is called with."""
-    prev = torch.randn(2, 2, 12, 12, requires_grad=True)
-    if over_tokens:
-        return TokenLayer(evolution), [torch.randn(2, 12, 16, requires_grad=True), prev, (4, 3)]
+def layer_and_inputs(evolution):
+    """Return a layer over the pixels of a 4x3 map, and what it is called with."""
     sizes = dict(dim_qk=8, dim_v=4, num_heads=2, feat_size=(4, 3))
     layer = AugmentedConv2d(16, 8, **sizes, evolution=evolution)
+    prev = torch.randn(2, 2, 12, 12, requires_grad=True)
     return layer, [torch.randn(2, 16, 4, 3, requires_grad=True), prev]
 
 
@@ -110,7 +89,6 @@ def parametrised():
     return evolution
 
 
-@pytest.mark.parametrize("over_tokens", [False, True])
 @pytest.mark.parametrize(
     "how, reason",
     [
@@ -119,10 +97,10 @@ def parametrised():
         ("parametrised", "the others take the weights of a Conv2d; got ParametrizedConv2d"),
     ],
 )
-def test_a_forced_implementation_never_gives_way_to_modules(how, reason, over_tokens, log):
+def test_a_forced_implementation_never_gives_way_to_modules(how, reason, log):
     """Without a forced implementation the modules run, as in the reference, and the log gives the reason."""
     evolution = parametrised() if how == "parametrised" else create_evolution(how, 2)
-    layer, args = layer_and_inputs(evolution, over_tokens)
+    layer, args = layer_and_inputs(evolution)
     for name in ("cpu", "triton", "sdpa"):
         with use_implementation(name), pytest.raises(ValueError) as error:
             layer(*args)
@@ -142,13 +120,12 @@ OTHER_CONVOLUTIONS = (
 )
 
 
-@pytest.mark.parametrize("over_tokens", [False, True])
 @pytest.mark.parametrize("options", OTHER_CONVOLUTIONS, ids=str)
 @pytest.mark.parametrize("kind", ["ea", "pa"])
-def test_another_convolution_in_place_of_ours_runs_as_itself(kind, options, over_tokens):
+def test_another_convolution_in_place_of_ours_runs_as_itself(kind, options):
     evolution = create_evolution(kind, 2)
     evolution.convs[0] = nn.Conv2d(2, 2, 3, **options)
-    layer, args = layer_and_inputs(evolution, over_tokens)
+    layer, args = layer_and_inputs(evolution)
     as_reference(layer, args)
     with use_implementation("cpu"), refused("a Conv2d with a bias and zero", ValueError):
         layer(*args)
@@ -185,12 +162,11 @@ def test_a_map_convolution_with_its_own_forward_or_backward_hook_runs_as_itself(
         dict(mixture=True, learnable=True),
     ],
 )
-@pytest.mark.parametrize("over_tokens", [False, True])
-def test_residual_runs_on_the_kernels(options, over_tokens):
-    layer, args = layer_and_inputs(create_evolution("residual", 2, **options), over_tokens)
+def test_residual_runs_on_the_kernels(options):
+    layer, args = layer_and_inputs(create_evolution("residual", 2, **options))
     with use_implementation("cpu"):
         actual = layer(*args)
     with use_implementation("reference"):
         expected = layer(*args)
-    inputs = [*args[:2], *layer.parameters()]
+    inputs = [*args, *layer.parameters()]
     assert_same(actual, expected, inputs, atol=1e-4, rtol=1e-4)

@@ -4,6 +4,7 @@ tests/ops/test_triton.py runs this file again in Triton's interpreter.
 """
 
 import ast
+from itertools import product
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from torch.testing import assert_close
 from ea_vision.layers import AugmentedConv2d, EvolvingAttention
 from ea_vision.ops import use_implementation
 from ea_vision.ops.triton_attention import INTERPRETING
+from tests.slow import slow_but
 
 CASES = ["aa_norel", "aa_rect", "aa_square", "ea_chain2", "ea_chain_a50_b100", "ea_chain_a70_b30"]
 
@@ -74,24 +76,16 @@ def build_chain(case, meta):
 
 
 WAYS = ["triton"] if INTERPRETING else ["reference", "cpu"]
+# torch's fused attention for the cases without evolution
+PAIRS = [*product(["sdpa"], CASES[:3]), *product(WAYS, CASES)]
+# in the interpreter one chain, ea_chain2 with beta 0.5, is enough for every day
+DAILY = PAIRS[:-2] if INTERPRETING else PAIRS
 
 
-def cases_and_ways():
-    """Return each case with each implementation, torch's fused attention for the cases without evolution."""
-    pairs = []
-    for name in CASES:
-        # in the interpreter one chain, ea_chain2 with beta 0.5, is enough for every day
-        slow = INTERPRETING and name in CASES[-2:]
-        for way in WAYS:
-            pairs.append(pytest.param(name, way, marks=pytest.mark.slow if slow else ()))
-        if name.startswith("aa_"):
-            pairs.append((name, "sdpa"))
-    return pairs
-
-
-@pytest.mark.parametrize("name,implementation", cases_and_ways())
+@pytest.mark.parametrize("pair", slow_but(DAILY, PAIRS), ids=str)
 @torch.no_grad()
-def test_matches_the_authors_layer(shared, name, implementation):
+def test_matches_the_authors_layer(shared, pair):
+    implementation, name = pair
     case = np.load(shared / "reference" / f"{name}.npz")
     layers = build_chain(case, ast.literal_eval(str(case["meta"])))
     need_logits = implementation != "sdpa"

@@ -24,6 +24,7 @@ from tests.models.zoo import (
     images,
     stepped,
 )
+from tests.refused import refused
 
 NAMES = list_networks("vision_transformer")
 # what older timm lacks
@@ -326,3 +327,5 @@ def test_unfused_layers_ask_no_kernel():
     model = fused(tiny(), False)
     with ops.use_implementation("triton"):  # it cannot run here
         model(images())
+    with ops.use_implementation("cpu"), refused("defines only forward, which", ValueError):
+        tiny(evolution="conv2d")(images())
