@@ -3,43 +3,39 @@
 python -m tests.release            # after `python -m build`; exit code 1 names what is missing
 """
 
-import re
 import subprocess
 import sys
 import tarfile
 import zipfile
+from pathlib import Path
 
 import ea_vision
 from tests.process import ROOT
 
+HERE = "tests/release.py"
+
 
 def problems(version, tags, root=ROOT):
     """Return what a release of `version` lacks, one sentence each; the built files lie in root/dist."""
-    missing = []
-    changelog = (root / "CHANGELOG.md").read_text(encoding="utf-8")
-    if not re.search(rf"^## {re.escape(version)}$", changelog, re.MULTILINE):
-        missing.append(f"CHANGELOG.md must have a section '## {version}'")
-    citation = (root / "CITATION.cff").read_text(encoding="utf-8")
-    if f"\nversion: {version}\n" not in citation:
-        missing.append(f"CITATION.cff must say 'version: {version}'")
-    if f"v{version}" not in tags:
-        missing.append(
-            f"the commit must have the tag v{version}, got {', '.join(tags) or 'no tag'}"
-        )
+    changelog = (root / "CHANGELOG.md").read_text(encoding="utf-8").splitlines()
+    citation = (root / "CITATION.cff").read_text(encoding="utf-8").splitlines()
     wheel = root / "dist" / f"ea_vision-{version}-py3-none-any.whl"
-    if not wheel.is_file():
-        missing.append(f"dist must have {wheel.name}")
-    elif not any(name.endswith(".safetensors") for name in zipfile.ZipFile(wheel).namelist()):
-        missing.append(f"{wheel.name} must hold the shipped weights")
     sdist = root / "dist" / f"ea_vision-{version}.tar.gz"
-    if not sdist.is_file():
-        missing.append(f"dist must have {sdist.name}")
-    else:
+    suffixes = set()
+    if wheel.is_file():
+        suffixes = {Path(name).suffix for name in zipfile.ZipFile(wheel).namelist()}
+    packed = []
+    if sdist.is_file():
         with tarfile.open(sdist) as archive:
-            names = archive.getnames()
-        if f"ea_vision-{version}/tests/release.py" not in names:
-            missing.append(f"{sdist.name} must hold the tests")
-    return missing
+            packed = archive.getnames()
+    requirements = {
+        f"CHANGELOG.md must have a section '## {version}'": f"## {version}" in changelog,
+        f"CITATION.cff must say 'version: {version}'": f"version: {version}" in citation,
+        f"the commit must have the tag v{version}, got {tags}": f"v{version}" in tags,
+        f"dist must have {wheel.name} with the shipped weights": ".safetensors" in suffixes,
+        f"dist must have {sdist.name} with the tests": f"ea_vision-{version}/{HERE}" in packed,
+    }
+    return [sentence for sentence, is_met in requirements.items() if not is_met]
 
 
 def main():

@@ -2,14 +2,13 @@
 
 import ast
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import ea_vision
 from tests.process import ROOT as CHECKOUT
+from tests.process import python
 
 ROOT = Path(ea_vision.__file__).parent
 # by room, those that it imports, as the page says
@@ -71,8 +70,8 @@ def test_a_figure_loads_only_what_it_needs(imports, most):
     code = (
         f"{imports}; import sys; print(*(name for name in sys.modules if name[:9] == 'ea_vision'))"
     )
-    modules = subprocess.check_output([sys.executable, "-c", code], text=True).split()
-    assert len(modules) <= most
+    modules = python("-c", code).stdout.split()
+    assert 0 < len(modules) <= most
     others = (
         "ea_vision.detection",
         "ea_vision.deployment",

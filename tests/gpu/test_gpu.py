@@ -20,6 +20,7 @@ import ea_vision  # noqa: F401
 from ea_vision.ops import use_implementation
 from tests.data.photos import make_folder
 from tests.ops.oracle import check
+from tests.process import python
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -114,23 +115,22 @@ def images(tmp_path_factory):
 
 
 def trainer(data, output, options, processes=0):
-    """Return the command of a training run."""
-    python = [sys.executable, "-m"]
+    """Return Python's words for a training run."""
+    start = []
     if processes:
-        python += ["torch.distributed.run", "--standalone", "--nproc-per-node", processes, "-m"]
+        start = f"-m torch.distributed.run --standalone --nproc-per-node {processes}".split()
     size = "--batch-size 64"
     if not ON_GPU:
         size = "--batch-size 8 --model-kwargs widths=[8,8,16,16]"
     fixed = f"--dataset folder --model ea_conv_transformer_cifar --channels-last {size} {options}"
     places = ["--data-dir", data, "--output", output, "--device", DEVICE.type]
-    return [*python, "ea_vision", "train-cifar", *fixed.split(), *places]
+    return [*start, *"-m ea_vision train-cifar".split(), *fixed.split(), *places]
 
 
-def run(command):
-    """Run a command, which must succeed; return its output."""
-    words = [str(word) for word in command]
-    done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert done.returncode == 0, done.stdout[-3000:]
+def run(words):
+    """Run Python, which must succeed; return its output."""
+    done = python(*words)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
 
@@ -160,7 +160,7 @@ def test_a_trainer_that_sigterm_ends_goes_on(images, tmp_path):
     epochs = 8 if ON_GPU else 4
     command = trainer(images, output, f"--epochs {epochs} --checkpoint-steps 2")
     pipes = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    process = subprocess.Popen(list(map(str, command)), **pipes)
+    process = subprocess.Popen([sys.executable, *command], **pipes)
     until = time.monotonic() + 120
     while not (output / "last.ckpt").exists():
         if process.poll() is not None or time.monotonic() > until:
@@ -178,5 +178,5 @@ def test_speed_and_memory_of_the_50_layer_networks(tmp_path):
     """The table of ratios: training, inference and memory in bfloat16, eager and compiled."""
     folder = Path(os.environ.get("EA_VISION_GPU_REPORT", tmp_path))
     options = "--amp bfloat16 --channels-last --compile-mode default reduce-overhead --repeats 15"
-    benchmark = [sys.executable, "-m", "experiments.benchmark", *options.split()]
-    print(run([*benchmark, "--csv", folder / "benchmark.csv"]))
+    words = f"-m experiments.benchmark {options}".split()
+    print(run([*words, "--csv", folder / "benchmark.csv"]))
