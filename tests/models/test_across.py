@@ -143,7 +143,8 @@ def test_values_are_mixed_with_the_first_blocks():
     mixed = []
 
     def keep_values(module, args, output):
-        values.append(output[..., 64:].unflatten(2, (4, 8)).transpose(1, 2))
+        heads = output[..., 64:].unflatten(2, (4, 8))
+        values.append(heads.transpose(1, 2))
 
     for block in model.blocks:
         block.attn.qkv.register_forward_hook(keep_values)

@@ -438,7 +438,8 @@ def test_gradient_checkpointing_changes_nothing_or_is_refused(family, kind):
 
     def gradients():
         model.zero_grad()
-        output(model).square().sum().backward()
+        loss = output(model).square().sum()
+        loss.backward()
         return [parameter.grad for parameter in model.parameters()]
 
     expected = gradients()
@@ -550,7 +551,8 @@ def test_recorded_probabilities_to_padding_are_0(family):
     with record_attention(model, layers=2, parts="softmax") as maps:
         output(model, **PADDED)
     to_padding = REAL[:, :, None] & ~REAL[:, None, :]
-    assert not maps[2]["softmax"].transpose(0, 1)[:, to_padding].any()
+    softmax = maps[2]["softmax"].transpose(0, 1)
+    assert not softmax[:, to_padding].any()
 
 
 # ---- the tools around them -------------------------------------------------------------------------------------------
@@ -658,14 +660,16 @@ def test_lora_on_queries_and_values(kind):
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
-PACKED = torch.block_diag(torch.ones(4, 4), torch.ones(5, 5)).bool().expand(2, 1, 9, 9)
+SENTENCES = [torch.ones(4, 4), torch.ones(5, 5)]
+PACKED = torch.block_diag(*SENTENCES).bool().expand(2, 1, 9, 9)
 
 
 @pytest.mark.parametrize(
     "kind, mask, reason",
     [
         ("ea", PACKED, "a mask that hides only padding and, if causal, later"),
-        *product(["reattention", "refiner"], [REAL.long()], ["does not support masks"]),
+        ("reattention", REAL.long(), "does not support masks"),
+        ("refiner", REAL.long(), "does not support masks"),
     ],
 )
 def test_masks_that_a_kind_cannot_take_are_refused(kind, mask, reason):
