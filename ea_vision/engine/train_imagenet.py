@@ -165,7 +165,7 @@ class GrowingTrainer(ClassificationTrainer):
     def finish_epoch(self) -> None:
         size = self.config.size_of(self.progress.epoch)
         for model in (self.model, self.best_model):
-            if hasattr(model, "fill_offsets_beyond"):
+            if self.config.first_img_size and hasattr(model, "fill_offsets_beyond"):
                 model.fill_offsets_beyond(size)
         super().finish_epoch()
 

@@ -100,7 +100,7 @@ class Study:
         if self.long:
             long = at_rate(f"{name} long", self.rate)
             pairs.append((long, self.plain(self.long, self.plain_rate)))
-        return list(dict.fromkeys(pairs))
+        return pairs
 
 
 HYPOTHESES = 5  # questions, tested together
