@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import safetensors.torch
 import torch
-from torch.utils._pytree import keystr, tree_leaves_with_path
+from torch.utils._pytree import keystr, tree_map_with_path
 
 import train_imagenet  # noqa: F401  (loaded once, for the processes that train with it)
 from ea_vision.base import files
@@ -79,6 +79,16 @@ def arguments(data, output, *more):
         BN_MODEL,
         f"--dataset folder --data-dir {data} --img-size 16 --output {output}",
         "--epochs 2 --batch-size 8 --opt sgd --lr 0.05 --checkpoint-steps 2 --device cpu",
+        *more,
+    )
+
+
+def imagenet(photos, output, *more):
+    """The same of photos, by the trainer for ImageNet."""
+    return words(
+        "--model test_resnet --img-size 16 --eval-resize 20 --batch-size 8 --workers 1 --device cpu",
+        "--epochs 2 --warmup-epochs 0 --log-steps 2 --checkpoint-steps 2",
+        f"--data-dir {photos} --output {output}",
         *more,
     )
 
@@ -183,7 +193,7 @@ def free_port():
 
 def same_result(a, b):
     """Assert that two runs ended with bit-identical results, except for times."""
-    assert_equal(end_of(a), end_of(b), "")
+    assert_equal(end_of(a), end_of(b))
 
 
 def end_of(folder):
@@ -200,21 +210,15 @@ def end_of(folder):
     return end
 
 
-def assert_equal(a, b, where=""):
+def assert_equal(a, b):
     """Assert that two nested states are equal, types too, tensors bit for bit."""
-    first = leaves_of(a)
-    second = leaves_of(b)
-    assert first.keys() == second.keys(), where
-    for path, leaf in first.items():
-        other = second[path]
-        assert type(leaf) is type(other), f"{where}{path}"
+
+    def compare(path, leaf, other):
+        assert type(leaf) is type(other), keystr(path)
         same = torch.equal(leaf, other) if isinstance(leaf, torch.Tensor) else leaf == other
-        assert same, f"{where}{path}"
+        assert same, keystr(path)
 
-
-def leaves_of(state):
-    """Return the leaves of a nested state by their paths."""
-    return {keystr(path): leaf for path, leaf in tree_leaves_with_path(state)}
+    tree_map_with_path(compare, a, b)
 
 
 def rows_of(path):

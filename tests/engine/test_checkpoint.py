@@ -57,13 +57,13 @@ def test_damage_anywhere_is_seen(tmp_path):
     seen = 0
     data = encode(saved)
     path.write_bytes(data)
-    assert_equal(read_checkpoint(path), saved, "state")
+    assert_equal(read_checkpoint(path), saved)
     for place in range(0, len(data), len(data) // 300):
         damaged = bytearray(data)
         damaged[place] ^= 0x04
         path.write_bytes(damaged)
         try:
-            assert_equal(read_checkpoint(path), saved, "what is accepted is what was written")
+            assert_equal(read_checkpoint(path), saved)
         except DamagedCheckpoint:
             seen += 1
     assert seen > 100

@@ -52,9 +52,7 @@ def compiled_parts(node):
     return [node for node in seen if "CompiledFunction" in node.name()]
 
 
-def test_compiled_gradients_are_averaged_while_backward_goes_on(
-    group, _warn_always, tmp_path, eager_compile
-):
+def test_compiled_gradients_are_averaged_while_backward_goes_on(group, tmp_path, eager_compile):
     """Inside DDP, torch splits the compiled graph at bucket borders, so a bucket is sent between two parts."""
     hidden = [nn.Linear(512, 512) for _ in range(4)]
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 512), *hidden, nn.Linear(512, 4))

@@ -17,7 +17,6 @@ from tests.engine.runner import (
     CPU,
     HurtWrite,
     SignalAfterUpdate,
-    arguments,
     assert_equal,
     failure,
     nothing_truncated,
@@ -36,29 +35,21 @@ from tests.slow import unix_only
 unix_only()
 
 EXTRAS = "--lr 0.1 --model-ema-decay 0.9 --mixup 0.2 --reprob 0.5 --holdout 0 --snapshot-epochs 2"
-KILLED = -signal.SIGKILL
-STAGES = (
-    "half",
-    "unsynced",
-    "synced",
-    "between",
-    "renamed",
-)  # of a write, at which a process may be killed
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(data, tmp_path_factory):
+def uninterrupted(arguments, tmp_path_factory):
     """The run that all others are compared with; every option that has a state is on."""
     folder = tmp_path_factory.mktemp("runs") / "uninterrupted"
-    train(arguments(data, folder, EXTRAS))
+    train(arguments(folder, EXTRAS))
     assert os.listdir(folder / run_folder.SNAPSHOTS) == ["epoch_0002.safetensors"]
     return folder
 
 
 @pytest.fixture
-def argv(data, folder):
+def argv(arguments, folder):
     """The command of the run in `folder`."""
-    return arguments(data, folder, EXTRAS)
+    return arguments(folder, EXTRAS)
 
 
 @pytest.fixture
@@ -87,7 +78,7 @@ def kill(argv, folder, go_on):
 
     def killed(sabotages):
         for sabotage in sabotages:
-            train(argv, sabotage, code=KILLED)
+            train(argv, sabotage, code=-signal.SIGKILL)
             nothing_truncated(folder)
         go_on()
 
@@ -109,11 +100,10 @@ def test_sigkill_during_training(kill):
 @pytest.mark.parametrize("first", [1, 2, 3])
 def test_sigkill_during_checkpoint_writes(kill, first):
     """At every stage of three writes: the run's first, one inside an epoch, one at an epoch's end."""
-    stages = [
-        stage for stage in STAGES if (first, stage) != (1, "between")
-    ]  # the first replaces none
-    before = [HurtWrite("renamed", 1)] * (first - 1)
-    kill(before + [HurtWrite(stage, 1) for stage in stages])
+    stages = ["renamed"] * (first - 1) + ["half", "unsynced", "synced"]
+    if first > 1:  # the first replaces none
+        stages.append("between")
+    kill(HurtWrite(stage, 1) for stage in (*stages, "renamed"))
 
 
 @pytest.mark.parametrize(
@@ -135,7 +125,7 @@ def test_sigkill_between_the_last_epochs_best_and_last_checkpoint(
 ):
     """best.ckpt alone says that the epochs are done: the run that continues writes last.ckpt."""
     assert progress(uninterrupted, checkpoint.BEST)["epoch"] == 2, "or it says nothing"
-    train(argv, HurtWrite("renamed", 2, checkpoint.BEST), code=KILLED)
+    train(argv, HurtWrite("renamed", 2, checkpoint.BEST), code=-signal.SIGKILL)
     assert progress(folder)["updates"] == 9
     go_on()
 
@@ -147,13 +137,13 @@ def test_signals_finish_the_update_save_and_leave(argv, folder, go_on):
         (signal_in_evaluation, signal.SIGTERM, (0, 5, 5)),
         (SignalAfterUpdate(signal.SIGINT, 3), signal.SIGINT, (1, 3, 8)),
     ):
-        said, at = train(argv, sabotage, code=128 + number), progress(folder)
-        assert (at["epoch"], at["step"], at["updates"]) == wanted, (
-            "the update it was in is finished and saved"
-        )
+        printed = train(argv, sabotage, code=128 + number)
+        at = progress(folder)
+        # the update it was in is finished and saved
+        assert (at["epoch"], at["step"], at["updates"]) == wanted
         assert len(at["rows"]) == wanted[0]
         assert run_folder.read_results(folder) is None
-    assert "Traceback" not in said
+    assert "Traceback" not in printed
     go_on()
 
 
@@ -201,9 +191,8 @@ def test_resume_goes_on_from_an_older_checkpoint_when_the_newest_is_damaged(
     assert "skipped" in printed
     assert str(path) in printed
     assert "checksum" in printed
-    assert (folder / "last.ckpt.damaged").read_bytes() == damaged, (
-        "it is kept, and has pushed out no good one"
-    )
+    # it is kept, and has pushed out no good one
+    assert (folder / "last.ckpt.damaged").read_bytes() == damaged
 
 
 def test_a_start_without_updates_is_not_kept():
@@ -219,12 +208,9 @@ def test_a_start_without_updates_is_not_kept():
         (4, "e", "1b 5e"),
     ):
         progress.updates = updates
-        progress.begin(
-            {"command": "", "hardware": "", "versions": {}, "git_commit": commit, "classes": []}
-        )
-        assert (
-            " ".join(f"{start['update']}{start['git_commit']}" for start in progress.starts) == kept
-        )
+        progress.begin({"command": "", "hardware": "", "versions": {}, "git_commit": commit})
+        starts = [f"{start['update']}{start['git_commit']}" for start in progress.starts]
+        assert starts == kept.split()
 
 
 def test_disk_full(argv, folder, go_on):
@@ -245,19 +231,20 @@ def test_non_finite_loss_stops_and_says_where(argv, folder, go_on):
     assert str(folder / checkpoint.LAST) in error
     report = json.loads((folder / "nonfinite-epoch001-update00004.json").read_text())
     assert report["last_good_checkpoint"] == str(folder / checkpoint.LAST)
-    assert len(report["samples"][0]) == 8
-    assert all(name.endswith(".png") for name in report["samples"][0])
+    [samples] = report["samples"]
+    assert len(samples) == 8
+    assert all(name.endswith(".png") for name in samples)
     assert progress(folder)["updates"] == 2
     go_on()
 
 
 @pytest.mark.parametrize("spoilt", ["conv1.0.weight", "bn1.running_var"])
-def test_weights_and_statistics_that_are_not_finite_are_never_saved(data, folder, spoilt):
-    printed = train(arguments(data, folder), partial(spoil_tensor, 4, spoilt), code=1)
+def test_weights_and_statistics_that_are_not_finite_are_never_saved(arguments, folder, spoilt):
+    printed = train(arguments(folder), partial(spoil_tensor, 4, spoilt), code=1)
     assert f"a weight is not finite after update 4 of epoch 1 ({spoilt})" in printed
-    model = saved(folder)["model"]
     assert progress(folder)["updates"] == 2
-    assert all(value.isfinite().all() for value in model.values())
+    for value in saved(folder)["model"].values():
+        assert value.isfinite().all()
 
 
 # ---- what the recipes are made of -----------------------------------------------------------------------------------
@@ -298,25 +285,22 @@ ATTENTION = "--model ea_conv_transformer_cifar --model-kwargs widths=[16,16,16,1
     ],
 )
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(
-    data, folder, tmp_path, size, options, stops
+    arguments, folder, tmp_path, size, options, stops
 ):
-    argv = arguments(data, folder, options)
-    train(arguments(data, tmp_path / "whole", options), size=size)
+    argv = arguments(folder, options)
+    train(arguments(tmp_path / "whole", options), size=size)
     for update, number in stops.items():
         rank = None if number == signal.SIGKILL else size - 1
         stopped(argv, update, number, rank=rank, size=size)
-    assert len(stops) > 1 or progress(folder)["updates"] == update, (
-        "all processes hear of it in the same update"
-    )
+    # all processes hear of it in the same update
+    assert len(stops) > 1 or progress(folder)["updates"] == update
     train(argv, size=size)
     same_result(folder, tmp_path / "whole")
 
 
 def test_exported_weights_are_those_that_were_evaluated(uninterrupted):
     """The averaged ones, bit for bit, as timm loads them by the run's keywords."""
-    model = timm.create_model(
-        "test_resnet",
-        **run_folder.read_config(uninterrupted)[1]["model_kwargs"],
-        checkpoint_path=str(uninterrupted / run_folder.WEIGHTS),
-    )
-    assert_equal(saved(uninterrupted, checkpoint.BEST)["ema"], dict(model.state_dict()), "weights")
+    kwargs = run_folder.read_config(uninterrupted)[1]["model_kwargs"]
+    weights = uninterrupted / run_folder.WEIGHTS
+    model = timm.create_model("test_resnet", checkpoint_path=weights, **kwargs)
+    assert_equal(saved(uninterrupted, checkpoint.BEST)["ema"], model.state_dict())

@@ -5,7 +5,6 @@
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,24 +16,23 @@ import pytest
 
 from ea_vision.engine import checkpoint, run, run_folder, train_imagenet
 from tests.engine import runner
-from tests.engine.runner import around, same_result, train
+from tests.engine.runner import around, same_result
 from tests.process import ROOT
 from tests.slow import unix_only
 
 unix_only()
 
-SCRIPT = ROOT / "train_imagenet.py"
 JOIN_SECONDS = 20  # that an agent waits for the other one, which torchrun takes for 600 otherwise
 
 
-def arguments(photos, output, *more):
-    """Ten epochs of five updates of four times two images, a checkpoint in every update."""
-    return runner.words(
-        f"--data-dir {photos} --recipe none --model test_resnet --model-kwargs drop_rate=0.2 --img-size 16",
-        "--eval-resize 20 --batch-size 2 --workers 0 --epochs 10 --warmup-epochs 0 --lr 0.01 --device cpu",
-        f"--log-steps 0 --checkpoint-steps 1 --output {output}",
-        *more,
-    )
+# Of five updates of four times two images, a checkpoint in every update.
+TEN_EPOCHS = (
+    "--recipe none --model-kwargs drop_rate=0.2 --epochs 10 --batch-size 2 --workers 0 --lr 0.01 "
+    "--log-steps 0 --checkpoint-steps 1"
+)
+
+
+train = partial(runner.train, size=2, main=train_imagenet.main)
 
 
 # ---- in every run of the tests: what processes of different nodes say of themselves ----------------------------------
@@ -51,23 +49,20 @@ def of_the_second(argv, what, empty):
 
 
 @pytest.mark.parametrize("what", ["commit", "data", "lr", "folder"])
-def test_nodes_that_differ_are_refused(photos, tmp_path, what):
-    folder, other = tmp_path / "run", tmp_path / "other"
-    argv = second = arguments(photos, folder, "--epochs 2")
+def test_nodes_that_differ_are_refused(photos, imagenet, folder, tmp_path, what):
+    other = tmp_path / "other"
+    argv = second = imagenet(folder, TEN_EPOCHS, "--epochs 2")
     message = f"all processes must have the same {what}: process 1 on"
     if what == "data":
         shutil.copytree(photos, other)
         next((other / "train").rglob("*.jpg")).unlink()
-        second = arguments(other, folder, "--epochs 2")
+        second = [*argv, "--data-dir", str(other)]
     elif what == "lr":
         second = [*argv, "--lr", "0.02"]
     elif what == "folder":
-        train([*argv, "--epochs", "1"], size=2, main=train_imagenet.main)
+        train([*argv, "--epochs", "1"])
         message = "must be on a disk that all processes share"
-    printed = train(
-        argv, partial(of_the_second, second, what, other), size=2, code=2, main=train_imagenet.main
-    )
-    assert message in printed
+    assert message in train(argv, partial(of_the_second, second, what, other), code=2)
     assert (folder / checkpoint.LAST).exists() == (what == "folder")
 
 
@@ -77,47 +72,37 @@ def test_nodes_that_differ_are_refused(photos, tmp_path, what):
 @pytest.fixture(scope="module")
 def nodes():
     """For each node: the prefix of its commands, its address, and its environment."""
-    if os.geteuid() == 0 and shutil.which("ip"):
-        names = [f"ea{os.getpid()}a", f"ea{os.getpid()}b"]
-        commands = [f"netns add {name}" for name in names]
-        commands += [f"link add veth0 netns {names[0]} type veth peer name veth0 netns {names[1]}"]
-        for number, name in enumerate(names, start=1):
-            commands += [
-                f"-n {name} {what}"
-                for what in (
-                    f"addr add 10.77.0.{number}/24 dev veth0",
-                    "link set veth0 up",
-                    "link set lo up",
-                )
-            ]
-        try:
-            for command in commands:
-                subprocess.run(["ip", *command.split()], check=True, capture_output=True)
-            yield [
-                (
-                    ["ip", "netns", "exec", name],
-                    f"10.77.0.{number}",
-                    {"GLOO_SOCKET_IFNAME": "veth0"},
-                )
-                for number, name in enumerate(names, start=1)
-            ]
-        finally:
-            for name in names:
-                subprocess.run(["ip", "netns", "del", name], capture_output=True)
-    else:
+    if os.geteuid() != 0 or not shutil.which("ip"):
         yield [([], f"127.0.0.{number}", {}) for number in (1, 2)]
+        return
+    names = [f"ea{os.getpid()}a", f"ea{os.getpid()}b"]
+    commands = [f"netns add {name}" for name in names]
+    commands.append(f"link add veth0 netns {names[0]} type veth peer name veth0 netns {names[1]}")
+    nodes = []
+    for number, name in enumerate(names, start=1):
+        address = f"10.77.0.{number}"
+        for command in (f"addr add {address}/24 dev veth0", "link set veth0 up", "link set lo up"):
+            commands.append(f"-n {name} {command}")
+        nodes.append((["ip", "netns", "exec", name], address, {"GLOO_SOCKET_IFNAME": "veth0"}))
+    try:
+        for command in commands:
+            subprocess.run(["ip", *command.split()], check=True, capture_output=True)
+        yield nodes
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
 class Agents:
     """Two torchrun agents with two processes each; `start(n)` may be called again after node n has died."""
 
     def __init__(self, nodes, photos, place):
-        self.nodes, self.folder, self.log = nodes, place / "run", place / "log"
-        self.argv = arguments(photos, self.folder)
+        self.nodes = nodes
+        self.folder = place / "run"
+        self.log = place / "log"
+        self.argv = runner.imagenet(photos, self.folder, TEN_EPOCHS)
         self.running = {}
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = runner.free_port()
 
     def start(self, *numbers):
         for number in numbers:
@@ -129,21 +114,18 @@ class Agents:
                 f"--rdzv-conf is_host={is_host},join_timeout={JOIN_SECONDS}",
             )
             torchrun = [sys.executable, "-m", "torch.distributed.run", *rendezvous]
-            launch = [*prefix, *torchrun, str(SCRIPT), *self.argv]
+            launch = [*prefix, *torchrun, str(ROOT / "train_imagenet.py"), *self.argv]
+            environment = {
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": str(ROOT),
+                # else an agent that comes back waits for an address that the other one gave out only once
+                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+                **environment,
+            }
             with open(self.log, "a") as file:
                 self.running[number] = subprocess.Popen(
-                    launch,
-                    stdout=file,
-                    stderr=file,
-                    start_new_session=True,
-                    env={
-                        **os.environ,
-                        "OMP_NUM_THREADS": "1",
-                        "PYTHONPATH": str(SCRIPT.parent),
-                        **environment,
-                        # else an agent that comes back waits for an address that the other one gave out only once
-                        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-                    },
+                    launch, stdout=file, stderr=file, start_new_session=True, env=environment
                 )
 
     def updates(self):
@@ -236,7 +218,7 @@ def test_a_node_that_does_not_come_back_ends_the_job_and_loses_nothing(whole, ag
     begun = time.monotonic()
     agents.kill(1)
     code = agents.running[0].wait(300)
-    assert code != 0
+    assert code
     assert "RendezvousTimeoutError" in agents.log.read_text()
     print(
         f"| a node gone for good | the other agent ends with code {code} | after {time.monotonic() - begun:.0f} s, "

@@ -6,7 +6,7 @@ from types import ModuleType
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tests.engine.runner import SignalAfterUpdate, arguments, same_result, saved, train
+from tests.engine.runner import SignalAfterUpdate, same_result, saved, train
 
 NAME = "standin"
 
@@ -60,15 +60,15 @@ def install_and_stop():
     SignalAfterUpdate(15, 3)()
 
 
-def test_a_step_a_checkpoint_and_a_resume(data, tmp_path):
-    run, whole = tmp_path / "run", tmp_path / "whole"
+def test_a_step_a_checkpoint_and_a_resume(arguments, folder, tmp_path):
+    whole = tmp_path / "whole"
     options = f"--device {NAME}:1 --model-ema-decay 0.9 --log-steps 1"
-    printed = train(arguments(data, whole, options), install)
+    printed = train(arguments(whole, options), install)
     assert "1 on Stand-in 1" in printed
-    train(arguments(data, run, options), install_and_stop, code=143)
-    [states, *_] = saved(run)["random"]
+    train(arguments(folder, options), install_and_stop, code=143)
+    [states, *_] = saved(folder)["random"]
     assert states[NAME].tolist() == [8]
-    _, row, *_ = (run / "speed.csv").read_text().splitlines()
+    _, row, *_ = (folder / "speed.csv").read_text().splitlines()
     assert row.endswith(",3.0")
-    assert "resumed from" in train(arguments(data, run, options), install)
-    same_result(run, whole)
+    assert "resumed from" in train(arguments(folder, options), install)
+    same_result(folder, whole)

@@ -3,7 +3,6 @@ can continue with another number of processes."""
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,7 +21,6 @@ from tests.engine.runner import (
     CPU,
     GN_MODEL,
     SignalAfterUpdate,
-    arguments,
     around,
     saved,
     spoil_loss,
@@ -35,67 +33,37 @@ from tests.slow import unix_only
 unix_only()
 
 
-def all_weights(state):
-    """Return the weights and buffers of a checkpoint as one vector."""
-    return torch.cat([value.flatten() for value in state["model"].values()])
-
-
-def assert_close(a, b):
-    """Assert that two runs reached the same weights, up to the order of sums, and that training changed the weights."""
-    first = all_weights(saved(a))
-    second = all_weights(saved(b))
-    start = all_weights(saved(a, "start.ckpt"))
-    assert (first - start).norm() > 0.1
-    assert (first - second).norm() < 1e-4 * (first - start).norm()
-
-
-def keep_start():
-    """Keep a copy of the first checkpoint, which has the initial weights."""
-
-    def keep(save, trainer, *given, **more):
-        save(trainer, *given, **more)
-        if trainer.progress.updates == 0 and trainer.world.is_main:
-            shutil.copy(trainer.folder / checkpoint.LAST, trainer.folder / "start.ckpt")
-
-    around(Trainer, "save", keep)
-
-
-def test_two_processes_or_two_batches_equal_one_with_twice_the_batch(data, tmp_path):
+def test_two_processes_or_two_batches_equal_one_with_twice_the_batch(arguments, tmp_path):
     """Group norm, no dropout: with batch norm each process would use the statistics of its own half. Flips depend on
     the image, and Lookahead synchronises at the same updates."""
-    one, two, parts = tmp_path / "one", tmp_path / "two", tmp_path / "parts"
-    more = [*GN_MODEL, "--lr 0.02 --clip-grad 1 --opt lookahead_sgd --flip alternate"]
-    train(arguments(data, one, *more), keep_start)
-    train(arguments(data, two, *more, "--batch-size 4"), size=2)
-    train(arguments(data, parts, *more, "--batch-size 4 --grad-accum-steps 2"))
-    first = read_metrics(one)
-    for other in (two, parts):
-        assert_close(one, other)
-        second = read_metrics(other)
-        assert first["step"] == second["step"]
-        assert first["top1"] == second["top1"]
-        assert first["train_loss"] == pytest.approx(second["train_loss"], rel=1e-4)
+    one = tmp_path / "one"
+    options = [*GN_MODEL, "--lr 0.02 --clip-grad 1 --opt lookahead_sgd --flip alternate"]
+    train(arguments(one, *options))
+    expected = read_metrics(one)
+    for more, size in (("--batch-size 4", 2), ("--batch-size 4 --grad-accum-steps 2", 1)):
+        other = tmp_path / str(size)
+        train(arguments(other, *options, more), size=size)
+        # up to the order of sums
+        torch.testing.assert_close(saved(other)["model"], saved(one)["model"], rtol=0, atol=1e-5)
+        metrics = read_metrics(other)
+        assert metrics["step"] == expected["step"]
+        assert metrics["top1"] == expected["top1"]
+        assert metrics["train_loss"] == pytest.approx(expected["train_loss"], rel=1e-4)
 
 
-def test_non_finite_loss_on_one_process_stops_all(data, tmp_path):
-    train(
-        arguments(data, tmp_path / "run", "--batch-size 4"),
-        partial(spoil_loss, 3, 1),
-        size=2,
-        code=1,
-    )
-    report = json.loads((tmp_path / "run" / "nonfinite-epoch001-update00003.json").read_text())
+def test_non_finite_loss_on_one_process_stops_all(arguments, folder):
+    train(arguments(folder, "--batch-size 4"), partial(spoil_loss, 3, 1), size=2, code=1)
+    report = json.loads((folder / "nonfinite-epoch001-update00003.json").read_text())
     assert [len(ids) for ids in report["sample_ids"]] == [4, 4], "the samples of every process"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hung", [1, 0])
-def test_a_process_that_hangs_ends_the_run_in_one_line(data, tmp_path, hung):
-    folder, log = tmp_path / "run", tmp_path / "log"
-    argv = arguments(data, folder, "--dist-timeout", "0.1", "--batch-size", "4")
-    processes = start_world(
-        2, argv, log, SignalAfterUpdate(signal.SIGSTOP, 7, rank=hung)
-    )  # the second epoch's second
+def test_a_process_that_hangs_ends_the_run_in_one_line(arguments, folder, tmp_path, hung):
+    log = tmp_path / "log"
+    argv = arguments(folder, "--dist-timeout 0.1 --batch-size 4")
+    # the second epoch's second update
+    processes = start_world(2, argv, log, SignalAfterUpdate(signal.SIGSTOP, 7, rank=hung))
     try:
         while "epoch 1/2" not in log.read_text() and processes[1 - hung].is_alive():
             time.sleep(0.1)
@@ -125,14 +93,10 @@ def rank_statistics(folder):
 
 
 @pytest.mark.parametrize("how", ["reduce", "broadcast"])
-def test_statistics_of_unlike_shards(data, tmp_path, how):
+def test_statistics_of_unlike_shards(arguments, folder, tmp_path, how):
     """reduce: the mean of all processes' statistics; broadcast: the first process's statistics."""
-    folder = tmp_path / "run"
-    train(
-        arguments(data, folder, f"--batch-size 4 --epochs 1 --dist-bn {how}"),
-        partial(rank_statistics, tmp_path),
-        size=2,
-    )
+    argv = arguments(folder, f"--batch-size 4 --epochs 1 --dist-bn {how}")
+    train(argv, partial(rank_statistics, tmp_path), size=2)
     first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in (0, 1))
     kept = saved(folder)["model"]["bn1.running_mean"]
     assert not torch.allclose(first, second, atol=1e-4), "or this does not test what it says"
@@ -156,21 +120,21 @@ def log_ids(folder, stop_after=0):
 
 
 SHARED = [*GN_MODEL, "--total-batch 8 --batch-size 2 --lr 0.002 --clip-grad 1"]  # small steps
-STOPPED = 128 + signal.SIGTERM
 
 
-def test_stopped_on_two_continued_on_one_and_back_inside_an_epoch(data, tmp_path):
+def test_stopped_on_two_continued_on_one_and_back_inside_an_epoch(arguments, folder, tmp_path):
     """Five updates per epoch: two on two processes, two on one, the rest on two. Each image is seen once per epoch, and
     the weights equal those of one process with four batches per update. Without BatchNorm, whose batches of two would
     pair other images."""
-    alone, folder, ids = tmp_path / "alone", tmp_path / "run", tmp_path / "ids"
-    assert "8 images = 2 x 4 batches x 1 processes" in train(arguments(data, alone, *SHARED))
-    argv = arguments(data, folder, *SHARED, "--checkpoint-steps 1")
-    assert "8 images = 2 x 2 batches x 2 processes" in train(
-        argv, partial(log_ids, ids, 2), size=2, code=STOPPED
-    )
+    alone = tmp_path / "alone"
+    ids = tmp_path / "ids"
+    assert "8 images = 2 x 4 batches x 1 processes" in train(arguments(alone, *SHARED))
+    argv = arguments(folder, *SHARED, "--checkpoint-steps 1")
+    stopping = partial(log_ids, ids, 2)
+    printed = train(argv, stopping, size=2, code=143)
+    assert "8 images = 2 x 2 batches x 2 processes" in printed
     assert run_folder.read_config(folder)[1]["processes"] == 2
-    train(argv, partial(log_ids, ids, 2), code=STOPPED)
+    train(argv, stopping, code=143)
     assert saved(folder)["progress"]["step"] not in (0, 5)
     train(argv, partial(log_ids, ids), size=2)
     assert {path.name for path in ids.iterdir()} == {"0-of-1", "0-of-2", "1-of-2"}
@@ -181,13 +145,9 @@ def test_stopped_on_two_continued_on_one_and_back_inside_an_epoch(data, tmp_path
             seen[epoch] += images
     for images in seen.values():
         assert sorted(images) == list(range(40)), "each image once"
-    first, second = (saved(path)["model"] for path in (alone, folder))
-    torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-6)
-    refused = train(arguments(data, alone, *SHARED, "--total-batch 4"), code=2)
-    assert (
-        "the images of an update (batch_size x grad_accum_steps x processes) were 8, got 4"
-        in refused
-    )
+    torch.testing.assert_close(saved(alone)["model"], saved(folder)["model"], rtol=1e-5, atol=1e-6)
+    error = "the images of an update (batch_size x grad_accum_steps x processes) were 8, got 4"
+    assert error in train(arguments(alone, *SHARED, "--total-batch 4"), code=2)
 
 
 AGENT = """
@@ -200,16 +160,9 @@ time.sleep(600)
 @pytest.mark.skipif(
     sys.platform != "linux", reason="only Linux tells a process of its parent's end"
 )
-def test_a_trainer_ends_with_a_killed_torchrun(data, tmp_path):
+def test_a_trainer_ends_with_a_killed_torchrun(arguments, folder, tmp_path):
     """The trainer notices it, saves, and releases the run folder."""
-    folder = tmp_path / "run"
-    argv = [
-        sys.executable,
-        "-m",
-        "ea_vision",
-        "train-cifar",
-        *arguments(data, folder, "--epochs 900"),
-    ]
+    argv = [sys.executable, "-m", "ea_vision", "train-cifar", *arguments(folder, "--epochs 900")]
     env = {**os.environ, "TORCHELASTIC_RUN_ID": "1", "PYTHONPATH": str(ROOT)}
     agent = subprocess.Popen(
         [sys.executable, "-c", AGENT, *argv], cwd=tmp_path, env=env, stdout=subprocess.PIPE

@@ -1,37 +1,9 @@
 """What a run logs to Weights & Biases, replaced by a fake here; it was tried once with the real one, offline."""
 
-import sys
-from types import SimpleNamespace
-
-import pytest
-
 from ea_vision.engine.config import resolve
 from ea_vision.engine.step_log import COLUMNS, StepLog
 from ea_vision.engine.train_cifar import CifarConfig
 from tests.refused import refused
-
-
-@pytest.fixture
-def begun(monkeypatch):
-    """The arguments of every `wandb.init` call and what was logged; the fake refuses a project named `refused`."""
-    runs = []
-
-    class Error(Exception):
-        pass
-
-    def init(**given):
-        if given["project"] == "refused":
-            raise Error("no login")
-        logged = []
-        runs.append({**given, "logged": logged})
-
-        def log(values, step):
-            logged.append((step, values))
-
-        return SimpleNamespace(log=log, finish=lambda: None)
-
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Error=Error))
-    return runs
 
 
 def log(folder, project="p", step=3):
@@ -42,11 +14,11 @@ def log(folder, project="p", step=3):
     step_log.close()
 
 
-def test_a_run_that_continues_is_the_same_run_and_no_other_is(tmp_path, begun):
+def test_a_run_that_continues_is_the_same_run_and_no_other_is(tmp_path, wandb_runs):
     log(tmp_path / "a" / "run")
     log(tmp_path / "a" / "run", step=4)
     log(tmp_path / "b" / "run")
-    first, again, other = begun
+    first, again, other = wandb_runs
     assert first["id"] == again["id"] != other["id"]
     assert first["name"] == other["name"] == "run"
     assert first["resume"] == "allow"
@@ -57,6 +29,6 @@ def test_a_run_that_continues_is_the_same_run_and_no_other_is(tmp_path, begun):
     assert values == {f"train/{name}": 0.5 for name in COLUMNS if name != "step"}
 
 
-def test_a_refusal_is_one_clear_error(tmp_path, begun):
+def test_a_refusal_is_one_clear_error(folder, wandb_runs):
     with refused("--wandb .WANDB_MODE=offline.*: no login"):
-        log(tmp_path / "run", project="refused")
+        log(folder, project="refused")

@@ -16,7 +16,7 @@ from ea_vision.engine.signals import StopRequest
 from ea_vision.engine.train_cifar import CifarConfig, SmallImages
 from ea_vision.models.note import NOTE
 from ea_vision.zoo.weights_file import encode_weights
-from tests.engine.runner import CPU, arguments, same_result, stopped, train
+from tests.engine.runner import CPU, same_result, stopped, train
 
 MODEL = "test_vit"  # without batch statistics and dropout: it computes the same in training
 STATISTICS = {"mean": [0.2, 0.3, 0.4], "std": [0.5, 0.6, 0.7]}
@@ -31,21 +31,15 @@ def write_weights(path, classes=3):
     return model.eval()
 
 
-def begin(data, folder, **options):
-    """Return the training loop of a run and its first batch."""
-    common = {"dataset": "folder", "data_dir": str(data), "model": MODEL, "recipe": "none"}
-    sizes = {"img_size": 32, "batch_size": 8, "device": "cpu", "smoothing": 0.1}
-    config = resolve(CifarConfig, {**common, **sizes, **options})
-    trainer, _ = put_together(SmallImages(config, CPU, training=True), folder, StopRequest())
-    images, targets, _ = next(trainer.train_loader.batches(0))
-    return trainer, images, targets
-
-
-def test_half_of_the_loss_is_the_divergence_from_the_teacher(data, tmp_path):
+def test_half_of_the_loss_is_the_divergence_from_the_teacher(data, folder, tmp_path):
     """The teacher sees the student's images, normalised by its own mean and std."""
     path = tmp_path / "teacher.safetensors"
     teacher = write_weights(path)
-    trainer, images, targets = begin(data, tmp_path / "run", teacher=str(path))
+    options = {"recipe": "none", "model": MODEL, "img_size": 32, "batch_size": 8, "device": "cpu"}
+    options |= {"data_dir": str(data), "smoothing": 0.1, "teacher": str(path)}
+    config = resolve(CifarConfig, options)
+    trainer, _ = put_together(SmallImages(config, CPU, training=True), folder, StopRequest())
+    images, targets, _ = next(trainer.train_loader.batches(0))
     loss = trainer._batch_loss(images, targets)
     loss.backward()
     student = {name: weight.grad.clone() for name, weight in trainer.model.named_parameters()}
@@ -63,33 +57,31 @@ def test_half_of_the_loss_is_the_divergence_from_the_teacher(data, tmp_path):
     expected.backward()
     for name, weight in trainer.model.named_parameters():
         torch.testing.assert_close(student[name], weight.grad, atol=1e-6, rtol=1e-4)
-    assert not any(weight.requires_grad for weight in trainer.teacher.parameters())
+    for weight in trainer.teacher.parameters():
+        assert not weight.requires_grad
 
 
-def test_a_stopped_run_goes_on_with_its_teacher(data, tmp_path):
+def test_a_stopped_run_goes_on_with_its_teacher(arguments, folder, tmp_path):
     path = tmp_path / "teacher.safetensors"
     write_weights(path)
     more = f"--teacher {path} --model {MODEL} --img-size 32"
-    whole, stops = ([*arguments(data, tmp_path / name, more)] for name in ("whole", "stops"))
-    for argv in (whole, stops):
-        argv[argv.index("--model-kwargs") + 1] = "drop_rate=0.1"
-    train(whole)
-    stopped(stops, 7)
-    train(stops)
-    same_result(tmp_path / "whole", tmp_path / "stops")
-    assert run_folder.read_config(tmp_path / "stops")[0]["teacher"] == str(path)
-    card = (tmp_path / "stops" / run_folder.CARD).read_text(encoding="utf-8")
+    train(arguments(tmp_path / "whole", more))
+    argv = arguments(folder, more)
+    stopped(argv, 7)
+    train(argv)
+    same_result(tmp_path / "whole", folder)
+    assert run_folder.read_config(folder)[0]["teacher"] == str(path)
+    card = (folder / run_folder.CARD).read_text(encoding="utf-8")
     assert f"| teacher | {path.name} |" in card
     assert str(tmp_path) not in card, "paths of a machine are private"
 
 
-def test_other_teachers_are_one_line(data, tmp_path, refusal):
+def test_other_teachers_are_one_line(arguments, folder, tmp_path, refusal):
     other = tmp_path / "other.safetensors"
     write_weights(other, classes=4)
     for teacher, message in (
-        (str(other), "has 4 classes, the data 3"),
-        (str(tmp_path / "nowhere"), "nowhere"),
+        (other, "has 4 classes, the data 3"),
+        (tmp_path / "nowhere", "nowhere"),
         ("aa_resnet50", "must have trained weights"),
     ):
-        argv = arguments(data, tmp_path / "run", "--img-size 32 --teacher", teacher)
-        assert message in refusal(argv)
+        assert message in refusal(arguments(folder, f"--img-size 32 --teacher {teacher}"))

@@ -20,11 +20,13 @@ from ea_vision.engine.train_imagenet import ImageNetConfig
 from experiments.learning_curves import read_metrics
 from tests.data.photos import make_photos
 from tests.engine import runner
-from tests.engine.runner import error_of, make_trainer, same_result
+from tests.engine.runner import make_trainer, same_result
 from tests.slow import FFCV, needs_ffcv
 
 # A narrow network with position tables whose maps are of a sixteenth of the image: 6, 4 and 2 pixels here.
 NARROW = "--model ea_aa_resnet34 --model-kwargs layers=[1,1,1,1] channels=[8,16,16,16]"
+SIZES = "--img-size 32 --eval-img-size 48 --eval-resize 51"
+GROWING = "--first-img-size 32 --img-size 64 --grow-epochs 0 1 --eval-img-size 80 --eval-resize 92"
 
 
 @pytest.fixture(scope="module")
@@ -32,43 +34,29 @@ def photos(tmp_path_factory):
     root = make_photos(tmp_path_factory.mktemp("photos"), side=72)
     if FFCV:
         for split in ("train", "validation"):
-            argv = runner.words(
-                f"--data-dir {root} --split {split} --out {root / split}.beton --workers 1",
-                "--eval-img-size 80 --eval-resize 92",
-            )
-            assert write_ffcv.main(argv) == 0
+            options = f"--data-dir {root} --split {split} --out {root / split}.beton --workers 1"
+            write_ffcv.main(runner.words(options, "--eval-img-size 80 --eval-resize 92"))
     return root
 
 
-def arguments(photos, kind, recipe, output, *more):
-    """Two epochs of five updates of eight images. Where a recipe's images grow, they do so in the second epoch."""
-    data = f"--data-dir {photos}"
-    if kind == "ffcv":
-        data = f"--train-beton {photos}/train.beton --val-beton {photos}/validation.beton"
-    sizes = "--img-size 32 --eval-img-size 48 --eval-resize 51"
-    if recipe.startswith("ffcv"):
-        sizes = "--first-img-size 32 --img-size 64 --grow-epochs 0 1 --eval-img-size 80 --eval-resize 92"
-    return runner.words(
-        data,
-        f"--recipe {recipe}",
-        NARROW,
-        sizes,
-        "--epochs 2 --warmup-epochs 1 --batch-size 8",
-        f"--workers 0 --device cpu --log-steps 0 --output {output}",
-        *more,
-    )
-
-
 @pytest.mark.parametrize(
-    "kind, recipe",
+    "recipe, sizes, data",
     [
-        ("files", "rsb_a3"),
-        ("files", "rsb_a1"),
-        ("files", "ffcv_88"),
-        pytest.param("ffcv", "ffcv_16", marks=needs_ffcv),
+        ("rsb_a3", SIZES, "--data-dir {0}"),
+        ("rsb_a1", SIZES, "--data-dir {0}"),
+        ("ffcv_88", GROWING, "--data-dir {0}"),
+        pytest.param(
+            "ffcv_16",
+            GROWING,
+            "--data-dir= --train-beton {0}/train.beton --val-beton {0}/validation.beton",
+            marks=needs_ffcv,
+        ),
     ],
 )
-def test_each_recipe_trains_through_all_loaders(photos, tmp_path, monkeypatch, kind, recipe):
+def test_each_recipe_trains_through_all_loaders(
+    imagenet, photos, folder, monkeypatch, recipe, sizes, data
+):
+    """In the second of two epochs of five updates, images are larger if the recipe's grow."""
     seen = set()
     batch_loss = ClassificationTrainer._batch_loss
 
@@ -77,29 +65,28 @@ def test_each_recipe_trains_through_all_loaders(photos, tmp_path, monkeypatch, k
         return batch_loss(trainer, images, targets)
 
     monkeypatch.setattr(ClassificationTrainer, "_batch_loss", watched)
-    folder = tmp_path / "run"
-    assert train_imagenet.main(arguments(photos, kind, recipe, folder)) == 0
+    train_imagenet.main(
+        imagenet(folder, f"--recipe {recipe}", NARROW, sizes, data.format(photos), "--workers 0")
+    )
     metrics = read_metrics(folder)
     assert metrics["step"] == [5, 10]
     assert all(0 < loss < 10 for loss in metrics["train_loss"])
-    largest = (64, 64) if recipe.startswith("ffcv") else (32, 32)
+    largest = (64, 64) if sizes == GROWING else (32, 32)
     assert seen == {(0, (32, 32)), (1, largest)}
     about = run_folder.read_config(folder)[1]["model_kwargs"]
-    assert about.get("drop_path_rate") == (0.05 if recipe in ("rsb_a1", "rsb_a2") else None)
-
-
-train = partial(runner.train, main=train_imagenet.main)
-GROWING = (
-    "--first-img-size 32 --img-size 96 --grow-epochs 0 2 --eval-img-size 96 --eval-resize 100 --epochs 3 "
-    "--checkpoint-steps 2 --model-ema-decay 0.9 --log-steps 2"
-)
+    assert about.get("drop_path_rate") == (0.05 if recipe == "rsb_a1" else None)
 
 
 @pytest.mark.slow
-def test_growing_images_and_what_follows_them_survive_a_kill(photos, tmp_path):
+def test_growing_images_and_what_follows_them_survive_a_kill(imagenet, tmp_path):
     """32, 64 and 96 pixels; killed inside the second epoch, stopped inside the third."""
-    train(arguments(photos, "files", "rsb_a2", tmp_path / "whole", GROWING))
-    broken = arguments(photos, "files", "rsb_a2", tmp_path / "broken", GROWING)
+    train = partial(runner.train, main=train_imagenet.main)
+    sizes = (
+        "--first-img-size 32 --img-size 96 --grow-epochs 0 2 --eval-img-size 96 --eval-resize 100"
+    )
+    options = ["--recipe rsb_a2 --epochs 3 --workers 0 --model-ema-decay 0.9", NARROW, sizes]
+    train(imagenet(tmp_path / "whole", *options))
+    broken = imagenet(tmp_path / "broken", *options)
     for update, number in ((8, signal.SIGKILL), (6, signal.SIGTERM)):
         runner.stopped(broken, update, number, main=train_imagenet.main)
     train(broken)
@@ -149,18 +136,15 @@ def test_binary_cross_entropy(tmp_path, mixed, threshold):
 
 
 def test_a_model_that_does_not_take_the_sizes_is_refused_before_anything_is_written(
-    photos, tmp_path, capsys
+    imagenet, folder, refusal
 ):
-    argv = runner.words(
-        f"--data-dir {photos} --recipe none --model test_vit --img-size 64 --first-img-size 32",
-        "--grow-epochs 0 1 --epochs 2 --batch-size 8 --workers 0 --device cpu --eval-resize 64",
-        f"--output {tmp_path / 'run'} --model-kwargs",
-    )
-    error = error_of(train_imagenet.main, [*argv, "dynamic_img_size=false"], capsys)
+    sizes = "--img-size 64 --first-img-size 32 --grow-epochs 0 1 --eval-resize 64 --workers 0"
+    argv = imagenet(folder, "--recipe none --model test_vit", sizes, "--model-kwargs")
+    error = refusal([*argv, "dynamic_img_size=false"], train_imagenet.main)
     assert "made for 64 pixels, does not take 32" in error
     assert "dynamic_img_size=true" in error
-    assert not (tmp_path / "run").exists()
-    assert train_imagenet.main([*argv, "dynamic_img_size=true"]) == 0
+    assert not folder.exists()
+    train_imagenet.main([*argv, "dynamic_img_size=true"])
 
 
 def test_trivial_augment_is_torchvisions():

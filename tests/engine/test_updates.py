@@ -107,7 +107,7 @@ def test_an_overflow_in_float16_is_left_out_and_lowers_the_scale(tmp_path, in_fu
     trainer = trainer_of(tmp_path, Loader(3), amp="float16")
     before = copy.deepcopy(dict(trainer.model.named_parameters()))
     overflow_once(trainer)
-    assert_equal(dict(trainer.model.named_parameters()), before, "weights")
+    assert_equal(dict(trainer.model.named_parameters()), before)
     assert trainer.scaler.get_scale() == 2.0**15
     make_update(trainer)
     assert not trainer.check()
@@ -188,7 +188,7 @@ def test_a_look_at_several_updates_names_the_first_bad_one_and_its_samples(tmp_p
     assert trainer.progress.updates == 4
     assert not last.exists()
     path = tmp_path / "nonfinite-epoch001-update00003.json"
-    report = json.loads(path.read_text(encoding="utf-8"))
+    report = json.loads(path.read_text())
     assert report["sample_ids"] == [list(range(16, 24))]
     assert report["samples"][0][3] == "image 19"
     assert (report["epoch"], report["update"], report["lr"]) == (1, 3, 0.05)

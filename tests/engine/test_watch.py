@@ -1,19 +1,29 @@
-"""Attention maps of a run after each epoch: entropy and largest probability by layer; a warning when they collapse."""
+"""Attention maps of a run: entropy and largest probability by layer after each epoch, with a warning when they
+collapse, and pictures every few epochs."""
 
 import math
+import os
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import timm
 import torch
+from PIL import Image
 
-from ea_vision.engine import train_cifar
+from ea_vision.base.processes import WorkerLost
+from ea_vision.engine import train_cifar, train_imagenet
 from ea_vision.engine.classification import ClassificationTrainer
-from ea_vision.engine.watch import MapsWatch
+from ea_vision.engine.watch import MapsPictures, MapsWatch
 from ea_vision.recorder.recording import record_attention
 from experiments.learning_curves import read_metrics
-from tests.engine.runner import assert_equal, weights_of, words
+from tests.engine.runner import assert_equal, saved, weights_of
 
 VIT = dict(img_size=16, patch_size=4, embed_dim=12, depth=2, num_heads=3, num_classes=3)
+RUN = (
+    "--model ea_vit_tiny_patch16_224 --recipe none --lr 0.01 --workers 0 --model-kwargs "
+    "patch_size=4 embed_dim=12 depth=2 num_heads=3"
+)
 IMAGES = torch.randn(40, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 
 
@@ -74,32 +84,55 @@ def test_maps_with_negative_entries_have_no_entropy_and_have_not_collapsed(caplo
     assert not caplog.records
 
 
-def test_a_network_without_attention_has_no_columns():
-    model = timm.create_model("test_resnet", num_classes=3)
-    assert MapsWatch()(model, IMAGES) == {}
-
-
-def test_a_run_has_the_columns_and_is_otherwise_as_without(data, tmp_path, monkeypatch):
-    def run(watches):
-        monkeypatch.setattr(ClassificationTrainer, "watches", watches)
-        folder = tmp_path / str(watches)
-        argv = words(
-            "--recipe none --model ea_conv_transformer_cifar",
-            "--model-kwargs depth=1 widths=[8,8,8,8]",
-            "--img-size 16 --epochs 2 --batch-size 8 --eval-epochs 2 --device cpu",
-            f"--data-dir {data} --output {folder}",
-        )
-        assert train_cifar.main(argv) == 0
-        return weights_of(folder), read_metrics(folder)
-
-    weights, watched = run(True)
-    plain_weights, plain = run(False)
-    assert_equal(weights, plain_weights, "weights")
+def test_a_run_has_columns_and_pictures_and_is_otherwise_as_without(
+    arguments, tmp_path, monkeypatch
+):
+    """Its first epoch is neither evaluated nor drawn."""
+    drawn = tmp_path / "drawn"
+    without = tmp_path / "without"
+    train_cifar.main(arguments(drawn, RUN, "--epochs 3 --eval-epochs 2 --draw-maps 2"))
+    monkeypatch.setattr(ClassificationTrainer, "watches", False)
+    train_cifar.main(arguments(without, RUN, "--epochs 3 --eval-epochs 2"))
+    assert_equal(weights_of(drawn), weights_of(without))
+    assert_equal(saved(drawn)["random"], saved(without)["random"])
+    assert not (without / "maps").exists()
+    assert os.listdir(drawn / "maps") == ["epoch_0002.png"]
+    with Image.open(drawn / "maps" / "epoch_0002.png") as image:
+        assert image.width > 400
+        assert np.asarray(image).std() > 10
+    watched = read_metrics(drawn)
+    plain = read_metrics(without)
     columns = watched.keys() - plain.keys()
-    assert columns
+    assert columns == {"entropy_1", "largest_1", "entropy_2", "largest_2"}
     for name in columns:
-        assert name.startswith(("entropy_", "largest_"))
-        first, second = watched[name]
-        assert math.isnan(first), "the first epoch was not evaluated"
+        first, second, _ = watched[name]
+        assert math.isnan(first)
         assert 0 < second <= 1
     assert watched["eval_loss"][1] == plain["eval_loss"][1] > 0
+
+
+def test_a_run_may_begin_to_draw_when_it_continues(arguments, folder):
+    train_cifar.main(arguments(folder, RUN, "--epochs 1"))
+    train_cifar.main(arguments(folder, RUN, "--epochs 2 --draw-maps 1"))
+    assert os.listdir(folder / "maps") == ["epoch_0002.png"]
+
+
+def test_the_imagenet_trainer_sends_its_pictures(imagenet, folder, wandb_runs):
+    train_imagenet.main(imagenet(folder, RUN, "--draw-maps 1 --wandb trial"))
+    assert sorted(os.listdir(folder / "maps")) == ["epoch_0001.png", "epoch_0002.png"]
+    [run] = wandb_runs
+    pictures = [(step, len(row["maps"])) for step, row in run["logged"] if "maps" in row]
+    assert pictures == [(5, 3), (10, 3)]  # height, width, colours
+
+
+@pytest.mark.parametrize(
+    "error", [WorkerLost("lost"), RuntimeError("DataLoader worker (pid 1) is killed by signal")]
+)
+def test_a_lost_worker_is_not_a_warning(error, tmp_path):
+    def images_of(places):
+        raise error
+
+    loader = SimpleNamespace(device=torch.device("cpu"), count=4, images_of=images_of)
+    loader.mean = loader.std = torch.ones(3)
+    with pytest.raises(type(error), match=str(error).partition("(")[0]):
+        MapsPictures(loader, tmp_path, 1).draw(torch.nn.Identity(), "net", 1)
