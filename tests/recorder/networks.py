@@ -235,7 +235,7 @@ class Network(NamedTuple):
     side: tuple[int, int] = (32, 32)
 
 
-def of_timm(name, places, side, **options):
+def of_timm(name, places, side=(32, 32), **options):
     return Network(partial(timms, name, **options), places, side)
 
 
@@ -245,7 +245,7 @@ def of_transformers(name, places, side=(32, 32), **options):
 
 def tiny_vits(**places):
     """Return vision transformers of timm's of three blocks by name."""
-    return {name: of_timm(name, of_name, (32, 32), **TINY) for name, of_name in places.items()}
+    return {name: of_timm(name, of_name, **TINY) for name, of_name in places.items()}
 
 
 SAM = {"patch_size": 4, "window_size": 4}
@@ -269,9 +269,7 @@ NETWORKS = {
         # blocks that attend themselves
         vit_pwee_patch16_reg1_gap_256=[Place((4, 4), ("reg1",))] * 3,
     ),
-    "dinov2": of_timm(
-        "vit_small_patch14_reg4_dinov2", [REG4] * 3, (32, 32), init_values=0.5, **TINY
-    ),
+    "dinov2": of_timm("vit_small_patch14_reg4_dinov2", [REG4] * 3, init_values=0.5, **TINY),
     "vit, wide": of_timm(
         "vit_tiny_patch16_224", [Place((2, 3), ("cls",))] * 2, (32, 48), img_size=(32, 48), depth=2
     ),
@@ -339,7 +337,7 @@ NETWORKS = {
         (32, 48),
         **{**CAIT, "img_size": (32, 48)},
     ),
-    "xcit": of_timm("xcit_nano_12_p16_224", [CHANNELS] * 2 + [by_class((2, 2))], (32, 32), **XCIT),
+    "xcit": of_timm("xcit_nano_12_p16_224", [CHANNELS] * 2 + [by_class((2, 2))], **XCIT),
     "pool after the mean": Network(
         partial(pool, AttentionPool2d, False), [Place((3, 5), ("mean",))], (24, 40)
     ),

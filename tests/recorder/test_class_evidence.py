@@ -12,8 +12,7 @@ from ea_vision import evolve
 from ea_vision.ops import use_implementation
 from ea_vision.recorder.class_evidence import EVIDENCE, add_class_evidence
 from ea_vision.recorder.quantities import class_rollout
-from tests.recorder import networks
-from tests.recorder.networks import TINY, lively, recorded, timms
+from tests.recorder.networks import TINY, lively, recorded, small_swin, timms, torchvision_vit
 from tests.refused import refused
 
 
@@ -25,8 +24,8 @@ NETWORKS = {
     "ours": lambda: timm.create_model("ea_conv_transformer_cifar", pretrained=True).eval(),
     "timm": vit,
     "evolved": lambda: lively(evolve(vit(), "ea")),
-    "torchvision": networks.torchvision_vit,
-    "swin": networks.small_swin,
+    "torchvision": torchvision_vit,
+    "swin": small_swin,
 }
 
 

@@ -71,7 +71,6 @@ NETWORKS = {
     "Mask2Former": ("Mask2Former", MASK2FORMER, "Swin", None, 1),
     "CLIP, text": ("CLIPText", {}, None, None, 3),
 }
-every = pytest.mark.parametrize("name", NETWORKS)
 
 
 def create(name):
@@ -107,7 +106,7 @@ def given_maps(output):
     return [attn for attn in maps if attn is not None and attn.ndim == 4 and attn.shape[1] == 4]
 
 
-@every
+@pytest.mark.parametrize("name", NETWORKS)
 @torch.no_grad()
 def test_maps_are_those_that_the_model_gives(name):
     model = create(name)

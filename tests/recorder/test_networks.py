@@ -187,8 +187,7 @@ def test_a_layer_of_one_tower():
 def test_windows_that_are_not_known():
     """MaxViT's windows look like the grid of a small image; only their number tells them apart."""
     maxvit = timm.create_model("maxvit_rmlp_pico_rw_256", num_classes=3).eval()
-    message = r"attention layer 1 \(.*\) must attend over .*got maps of"
-    with refused(message, ValueError), record_attention(maxvit):
+    with refused(r"layer 1 \(.*\) must .*got maps of", ValueError), record_attention(maxvit):
         maxvit(images(256, 256, 1))
 
 

@@ -86,7 +86,8 @@ def vit():
 def test_distances_are_in_pixels_of_the_input_where_patches_leave_a_rest():
     """Patches of 8 pixels, of which 3 x 4 fit into 30x39."""
     model = transformers_model("Dinov2")
-    whole, cut = (measure(model, [torch.zeros(1, 3, *size)])[0] for size in ((24, 32), (30, 39)))
+    whole = measure(model, [torch.zeros(1, 3, 24, 32)])[0]
+    cut = measure(model, [torch.zeros(1, 3, 30, 39)])[0]
     assert cut.uniform_distance == whole.uniform_distance
     assert_close(cut.distances, whole.distances)
 

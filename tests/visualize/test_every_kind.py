@@ -146,8 +146,7 @@ def test_class_attention_shows_its_one_query():
     assert matrix.shape == (1, 17)
     with refused("is class attention: its queries are cls alone"):
         plot_heads(model, IMAGE, layers=[3], queries=[(4, 4)])
-    message = "query cls must be a token before .* layer 1 .*, which has none"
-    with refused(message):
+    with refused("query cls must be a token before .* layer 1 .*, which has none"):
         plot_heads(model, IMAGE, layers=[1], queries=["cls"])
     texts = texts_of(plot_rollout(model, PHOTO, queries=[(5, 20)]))
     assert "layers 1, 2" in texts

@@ -24,12 +24,6 @@ PAGE = (DOCS / "how-it-works.md").read_text(encoding="utf-8")
 CIFAR = ROOT.parent / "shared" / "data" / "cifar10" / "test.tar"
 
 
-def caption():
-    """Return the caption below the picture in the docs, in one line."""
-    below = PAGE.partition("visualize/evolution.png)")[2]
-    return " ".join(below.split("\n\n")[1].split())
-
-
 def check_picture(path):
     """Compare a picture with the repository's of the same name: on average by less than 0.1 of 255."""
     new = Image.open(path).convert("RGB")
@@ -47,7 +41,9 @@ def test_the_script_draws_the_picture_and_prints_its_caption(tmp_path, capsys):
     assert check_picture(output).width >= 2 * 72 * 6.7
     printed = capsys.readouterr().out.splitlines()[0]
     claims, _, typical = printed.partition(" Over heads and queries")
-    assert claims in caption()
+    below = PAGE.partition("visualize/evolution.png)")[2]
+    caption = below.split("\n\n")[1]
+    assert claims in " ".join(caption.split())
     numbers = r" of 1 images the mean is \S+ in layer 2 and \S+ in layer 3\."
     assert re.fullmatch(numbers, typical)
 

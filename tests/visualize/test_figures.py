@@ -39,7 +39,6 @@ from ea_vision.visualize import (
     strip,
 )
 from ea_vision.visualize.figure_options import _outputs
-from ea_vision.visualize.figure_request import epochs_of
 from ea_vision.visualize.heatmap import draw_heatmap
 from ea_vision.visualize.map_style import SCALES, norm_of, scaled
 from ea_vision.visualize.matrix import draw_matrix
@@ -48,7 +47,7 @@ from ea_vision.visualize.sheet import Tile
 from ea_vision.visualize.strip import add_own_alone, draw_change, draw_strip, equation
 from ea_vision.visualize.tiles import OWN_ALONE as ALONE_PART
 from ea_vision.visualize.tiles import map_of
-from ea_vision.zoo.loaded import as_model, load_model
+from ea_vision.zoo.loaded import as_model
 from tests.models.zoo import TINY
 from tests.recorder import networks
 from tests.refused import refused
@@ -68,6 +67,7 @@ from .conftest import (
 CONV = "conv_transformer_cifar"
 EA = "ea_" + CONV
 PA = "pa_" + CONV
+FOG = MapStyle(style="fog")
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ def test_rollout_says_where_it_is_an_approximation(wide):
 def test_rollout_of_a_class_is_its_evidence_in_the_class_token_or_in_all_pixels():
     """In shares of the sum times the number of patches; classes by number, by name, or the predicted one."""
     vit = networks.timms("vit_tiny_patch16_224", **TINY)
-    for model, image in ((vit, torch.rand(3, 32, 32)), (load_model(EA), PHOTO)):
+    for model, image in ((vit, torch.rand(3, 32, 32)), (EA, PHOTO)):
         tokens = int(model is vit)  # the class token
         recording = record(model, image=image)
         add_class_evidence(recording.model.model, recording.batch, recording.maps, [2])
@@ -129,7 +129,7 @@ def test_rollout_of_a_class_is_its_evidence_in_the_class_token_or_in_all_pixels(
         figure = plot_rollout(model, image, target=2)
         [shown] = [values for values in maps_of(figure) if values.size == expected.numel()]
         np.testing.assert_allclose(shown.ravel(), expected, rtol=1e-4)
-    labels = texts_of(plot_rollout(load_model(EA), PHOTO, target="bird", queries=[(3, 3)]))
+    labels = texts_of(plot_rollout(EA, PHOTO, target="bird", queries=[(3, 3)]))
     assert "bird (" in labels
     assert "query 1" in labels
     assert texts_of(plot_rollout(EA, PHOTO, target="predicted")).count("%") == 1
@@ -345,7 +345,7 @@ def left_of_photo(cells, y, x):
 def test_fog_is_as_the_docs_define_it(wide):
     """No photo is left at half of uniform attention, all of it at twice; the line is where half is left, and the text
     counts the eighth of the cells that has most."""
-    figure = draw_heatmap([wide], [[1]], [2], ["all"], MapStyle(style="fog"))
+    figure = draw_heatmap([wide], [[1]], [2], ["all"], FOG)
     [axes] = tiles_of(figure)
     shown = np.asarray(axes.images[0].get_array())
     attn = wide.maps[1].attn[0, 2].double()
@@ -373,15 +373,15 @@ def test_fog_is_as_the_docs_define_it(wide):
 def test_fog_without_a_line(wide, attention):
     """Attention that is nowhere uniform, or everywhere."""
     axes = new_figure(1, 1).subplots()
-    tile = map_of(np.full((4, 8), attention), wide, MapStyle(style="fog"))
-    tile.paint(axes, norm_of([tile.values], MapStyle(style="fog")))
+    tile = map_of(np.full((4, 8), attention), wide, FOG)
+    tile.paint(axes, norm_of([tile.values], FOG))
     assert not axes.collections
 
 
 def test_what_the_previous_map_changed():
     """The third tile is attention minus own alone in units of uniform attention, with a sign where it is more than 1;
     of several heads the differences are averaged, not the maps."""
-    recording = record(load_model(EA), PARTS, 3)  # trained: changes are more than uniform attention
+    recording = record(EA, PARTS, 3)  # trained: changes are more than uniform attention
     figure = draw_change(recording, [1, 2, 3], 1, (5, 9))
     tiles = tiles_of(figure)
     assert len(tiles) == 6
@@ -532,4 +532,3 @@ def test_training_goes_through_the_epochs_in_order(run):
     assert titles_of(figure) == ["epoch 1", "epoch 2", "epoch 4"]
     first, _, later, *_ = overlaid(figure)
     assert not np.allclose(first.get_array(), later.get_array())
-    assert [model.epoch for model in epochs_of([str(run)])] == [1, 2, 4]

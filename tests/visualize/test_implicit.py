@@ -70,19 +70,20 @@ def test_the_jacobian_needs_no_maps(caplog):
         plot_jacobian(model, torch.rand(3, 224, 224), layers=1)
 
 
-LOOKS = {
-    "heads": lambda model, image: plot_heads(model, image, 2),
-    "jacobian": plot_jacobian,
-    "statistics": lambda model, image: plot_statistics(model, [image], 2),
-    "predictions": lambda model, image: list(predict(as_model(model), [image])),
-}
-
-
-@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda model, image: plot_heads(model, image, 2),
+        plot_jacobian,
+        lambda model, image: plot_statistics(model, [image], 2),
+        lambda model, image: list(predict(as_model(model), [image])),
+    ],
+    ids=["heads", "jacobian", "statistics", "predictions"],
+)
 def test_a_network_that_was_looked_at_trains_on(look):
     model = convit()
     image = torch.rand(3, 224, 224)
-    LOOKS[look](model, image)
+    look(model, image)
     model(image[None]).sum().backward()
     assert all(weight.grad is not None for weight in model.parameters())
 

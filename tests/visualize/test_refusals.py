@@ -58,7 +58,6 @@ from .conftest import PHOTO, small
         ("strip --queries 1,1 2,2", "this figure shows one query; got 2"),
         ("strip -o a.webm", "--output must end in .png or .svg or .pdf, got a.webm"),
         ("statistics --csv a.txt", "--csv must end in .csv, got a.txt"),
-        (f"statistics {__file__}", "test_refusals.py cannot be read: UnidentifiedImageError"),
         ("matrix --style fog", "unknown argument '--style'"),
         ("explore --heads mean", "the page adds the mean"),
         ("explore -o page.png", "must end in .html"),

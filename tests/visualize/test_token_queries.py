@@ -47,8 +47,7 @@ def test_a_class_tokens_maps_are_its_row_in_units_of_uniform_attention(seen):
         label = " ".join(axes.get_xlabel().split())
         assert label == f"cls {row[0]:.0%}, reg {row[1:3].sum():.0%}"
     for token in ("dist", "reg12"):
-        message = f"query {token} must be a token .* of layer 2 .* cls, reg1, reg2"
-        with refused(message):
+        with refused(f"query {token} must be a token .* of layer 2 .* cls, reg1, reg2"):
             plot_heads(model, image, layers=[2], queries=[token])
 
 
