@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from PIL import Image
 from timm.data import ImageNetInfo
+from timm.layers import to_2tuple
 from torch import Tensor, nn
 
 from ea_vision.base.errors import UsageError, as_usage_error
@@ -199,7 +200,8 @@ def load(target: str, **kwargs: Any) -> nn.Module:
     Args:
         target: the name of a model that has pretrained weights, a run folder, a file of weights or a checkpoint in a
             run folder, an exported file, a folder of `save_pretrained`, "hf-hub:OWNER/NAME" or "local-dir:FOLDER".
-        **kwargs: `device`, `img_size` (height, width) in pixels; further keywords of a model given by its name.
+        **kwargs: `device`, `img_size` (a side or (height, width) in pixels); further keywords of a model given by its
+            name.
 
     Raises:
         UsageError: no such model, run or file, no weights, or weights that do not fit.
@@ -239,7 +241,7 @@ def load_model(
     target: str,
     *,
     random: bool = False,
-    img_size: Size | None = None,
+    img_size: int | Size | None = None,
     seed: int = 0,
     device: str | torch.device = "cpu",
     **kwargs: Any,
@@ -249,7 +251,7 @@ def load_model(
     Args:
         target: see `ea_vision.zoo.source.source_of`.
         random: whether to use random weights even if there are trained ones.
-        img_size: (height, width) of the input in pixels; default: the model's own.
+        img_size: side or (height, width) of the input in pixels; default: the model's own.
         seed: of random weights.
         **kwargs: further keywords of a model given by its name.
 
@@ -269,7 +271,7 @@ def load_model(
         loaded.label += f", epoch {epoch}"
     elif source.run is not None and not source.is_run:
         loaded.label += f", {source.weights.stem}"
-    _set_size(loaded, img_size or loaded.img_size, kind.fixed_size)
+    _set_size(loaded, to_2tuple(img_size or loaded.img_size), kind.fixed_size)
     model.to(device)
     return loaded
 

@@ -66,6 +66,7 @@ def test_a_run_with_random_weights_and_of_another_size(run):
     assert untrained.label.endswith("(untrained)")
     assert untrained.model.num_classes == 3
     assert untrained.img_size == (24, 32)
+    assert load_model(str(run), img_size=24).img_size == (24, 24)
 
 
 def test_targets_are_separated_by_commas_and_a_name_that_has_some_is_one(
