@@ -8,13 +8,12 @@ One registered name builds all networks of timm that `evolve` has evolved, so th
     timm.models.save_for_hf(model, "folder", safe_serialization=True)       # or push_to_hf_hub
     model = timm.create_model("local-dir:folder", pretrained=True)          # after `import ea_vision`
 
-Each family has a file: `huggingface`, `evolve_resnet`, and `any_transformer`, whose error names what can evolve.
+Each family of networks is one entry of `FAMILIES`; the first that accepts a network evolves it.
 """
 
 import importlib
-import sys
-from collections.abc import Mapping
-from types import ModuleType
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,12 +26,50 @@ from ea_vision.models._build import name_plain
 from ea_vision.models.note import EVOLVED, forget_evolution
 
 
-def _huggingface_for(model: nn.Module) -> ModuleType | None:
-    """Return the file of transformers' models if the network is one, else None."""
-    transformers = sys.modules.get("transformers")
-    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
-        return None
-    return importlib.import_module("ea_vision.models.huggingface")
+@dataclass(frozen=True)
+class Family:
+    """Networks that evolve in the same way.
+
+    accepts: whether a plain network is of this family.
+    evolves: whether a network is an evolving one of this family.
+    evolve: (model, kind, **options) -> the evolving network, which shares the weights.
+    unevolve: the inverse of evolve.
+    """
+
+    accepts: Callable[[nn.Module], bool]
+    evolves: Callable[[nn.Module], bool]
+    evolve: Callable[..., nn.Module]
+    unevolve: Callable[[nn.Module], nn.Module]
+
+
+# The last one accepts all other networks; for unknown ones it raises an error with the reason.
+FAMILIES = [
+    Family(
+        accepts=evolve_resnet.is_resnet,
+        evolves=evolve_resnet.has_attention,
+        evolve=evolve_resnet.evolve_resnet,
+        unevolve=evolve_resnet.unevolve_resnet,
+    ),
+    Family(
+        accepts=lambda model: True,
+        evolves=any_transformer.evolves,
+        evolve=any_transformer.evolve_transformer,
+        unevolve=any_transformer.unevolve_transformer,
+    ),
+]
+
+
+def register_family(family: Family) -> None:
+    """Add a family before the one that accepts all other networks."""
+    FAMILIES.insert(-1, family)
+
+
+def _families_for(model: nn.Module) -> list[Family]:
+    """Return the families, with that of transformers' models if the network is one."""
+    packages = {cls.__module__.partition(".")[0] for cls in type(model).__mro__}
+    if "transformers" in packages:
+        importlib.import_module("ea_vision.models.huggingface")  # registers it
+    return FAMILIES
 
 
 def evolve(model: nn.Module, kind: str | None = "ea", *args: Any, **options: Any) -> nn.Module:
@@ -65,12 +102,8 @@ def evolve(model: nn.Module, kind: str | None = "ea", *args: Any, **options: Any
         )
     args = map(_without_numpy, args)
     options = {name: _without_numpy(value) for name, value in options.items()}
-    huggingface = _huggingface_for(model)
-    if huggingface is not None:
-        return huggingface.evolve_huggingface(model, kind, *args, **options)
-    if evolve_resnet.is_resnet(model):
-        return evolve_resnet.evolve_resnet(model, kind, *args, **options)
-    return any_transformer.evolve_transformer(model, kind, *args, **options)
+    family = next(family for family in _families_for(model) if family.accepts(model))
+    return family.evolve(model, kind, *args, **options)
 
 
 def _without_numpy(value: Any) -> Any:
@@ -90,18 +123,13 @@ def unevolve(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: the network does not evolve, or a mechanism changes something.
     """
-    huggingface = _huggingface_for(model)
-    if huggingface is not None and huggingface.evolves(model):
-        plain = huggingface.unevolve_huggingface(model)
-    elif evolve_resnet.has_attention(model):
-        plain = evolve_resnet.unevolve_resnet(model)
-    elif any_transformer.evolves(model):
-        plain = any_transformer.unevolve_transformer(model)
-    else:
-        raise ValueError(f"an evolving network required, got {type(model).__name__}")
-    forget_evolution(plain)
-    name_plain(plain)
-    return plain
+    for family in _families_for(model):
+        if family.evolves(model):
+            plain = family.unevolve(model)
+            forget_evolution(plain)
+            name_plain(plain)
+            return plain
+    raise ValueError(f"an evolving network required, got {type(model).__name__}")
 
 
 @register_model

@@ -24,6 +24,7 @@ from ea_vision.layers import sequence_attention as sequences
 from ea_vision.layers.handing_on import Handed, HandingBlock, remove_hooks
 from ea_vision.models._mechanisms import Mechanisms, check_idle, refuse
 from ea_vision.models.any_transformer import plain_class, shared_copy
+from ea_vision.models.evolve import Family, register_family
 from ea_vision.ops import Size, use_implementation
 
 NAME = "ea_vision"  # key of the attention function, and of the evolution in a model's configuration
@@ -328,8 +329,16 @@ def _width_of(layer: nn.Module) -> int:
     return [*query_widths, *widths.values()][0]
 
 
+def accepts(model: nn.Module) -> bool:
+    """Return whether a network is a model of transformers."""
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
+
+
 def evolves(model: nn.Module) -> bool:
-    """Return whether a model of transformers evolves."""
+    """Return whether a network is an evolving model of transformers."""
+    if not accepts(model):
+        return False
     return any(isinstance(module, sequences.SequenceMaps) for module in model.modules())
 
 
@@ -431,3 +440,10 @@ def check_weights(folder: str, info: dict[str, Any]) -> None:
         raise UsageError(
             f"weights of {folder} must be those of the evolution in its config.json, got {'; '.join(faults)}"
         )
+
+
+register_family(
+    Family(
+        accepts=accepts, evolves=evolves, evolve=evolve_huggingface, unevolve=unevolve_huggingface
+    )
+)
