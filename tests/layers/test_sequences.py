@@ -27,8 +27,11 @@ def masked_attention(module, logits):
 
 
 def causal_equation(module, logits):
-    """Return the evolved logits of a decoder, whose kernel has its last row, in self-attention also its last column, at
-    the entry itself. In self-attention a 3x3 kernel so reads 6 entries on the diagonal, as in the paper."""
+    """Return a decoder's evolved logits.
+
+    The kernel's last row lies on the entry's row. In self-attention its last column lies on the entry's column, and
+    3x3 reads 6 entries on the diagonal, as in the paper.
+    """
     conv = module.convs[0]
     last = conv.kernel_size[0] - 1
     reach = last // 2
