@@ -44,7 +44,7 @@ def test_two_processes_or_two_batches_equal_one_with_twice_the_batch(arguments, 
         other = tmp_path / str(size)
         train(arguments(other, *options, more), size=size)
         # up to the order of sums
-        torch.testing.assert_close(saved(other)["model"], saved(one)["model"], rtol=0, atol=1e-6)
+        torch.testing.assert_close(saved(other)["model"], saved(one)["model"], rtol=1e-6, atol=1e-6)
         metrics = read_metrics(other)
         assert metrics["step"] == expected["step"]
         assert metrics["top1"] == expected["top1"]
