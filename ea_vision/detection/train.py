@@ -56,7 +56,6 @@ class DetectionConfig(
     model: str = option(
         "aa_resnet50",
         "registered timm model, ours or timm's, with features at strides 8, 16 and 32",
-        "model",
     )
     model_kwargs: dict = option(
         {},
@@ -69,10 +68,8 @@ class DetectionConfig(
         "begin with the weights of a file or run folder of classification instead, "
         "for the backbone",
     )
-    output: str = setting("", "the run's own folder; empty: runs/detection-MODEL", "run")
-    data_dir: str = setting(
-        "", "folder with train/, val/, train.json and val.json, or COCO's own", "data"
-    )
+    output: str = setting("", "the run's own folder; empty: runs/detection-MODEL")
+    data_dir: str = setting("", "folder with train/, val/, train.json and val.json, or COCO's own")
 
     img_size: int = option(
         640,

@@ -75,8 +75,8 @@ def option(
     Args:
         default: its value if neither recipe nor command line sets it.
         help: for --help; states the unit.
-        group: title of the options among which --help-all lists it; default: that of the option which stands before
-            it, or before the one that it replaces.
+        group: title of the options among which --help-all lists it; default: that of the option which it replaces, or
+            which stands before it.
         choices, minimum, maximum, above: the values it allows; `above` is an exclusive minimum.
         not_with: an option that excludes this one: while that has a value, this one must keep its default.
         goes_with: an option that this one needs: while that has no value, this one must keep its default.
@@ -110,6 +110,10 @@ class TrainConfig:
             cls.__annotations__[name] = inherited[name].type
             rules = vars(inherited[name].metadata["rules"])
             setattr(cls, name, option(**{**rules, "default": default}))
+        for name, field in vars(cls).items():
+            if name in inherited and isinstance(field, dataclasses.Field):
+                rules = field.metadata["rules"]
+                rules.group = rules.group or inherited[name].metadata["rules"].group
 
     model: str = option(
         "ea_conv_transformer_cifar", "registered timm model, ours or timm's", "model"
@@ -430,7 +434,6 @@ class StreamConfig(TrainConfig):
         -1,
         "processes (threads for FFCV) that decode images, per training process; 0: in this one; -1: one "
         "per CPU, up to 8, and where processes are spawned (macOS, Windows) one per 1,000 images",
-        "data",
         minimum=-1,
         maximum=MOST_WORKERS,
     )

@@ -49,8 +49,8 @@ EXAMPLES = """\
 class ImageNetConfig(StreamConfig, ClassificationConfig, model="ea_aa_resnet50", recipe="imagenet"):
     """The options of this trainer."""
 
-    output: str = setting("", "the run's own folder; empty: runs/imagenet-MODEL", "run")
-    data_dir: str = setting("", "folder with train and val, folders or tars of classes", "data")
+    output: str = setting("", "the run's own folder; empty: runs/imagenet-MODEL")
+    data_dir: str = setting("", "folder with train and val, folders or tars of classes")
 
     dataset: str = option(
         "", "another data set: hfds/NAME of Hugging Face's; empty: that of data_dir", "data"

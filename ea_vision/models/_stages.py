@@ -3,7 +3,8 @@
 Shape letters: B batch, C channels, H x W image or map, N = H*W pixels of a map, K heads.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -52,15 +53,17 @@ def run_block(
     return received(output)
 
 
+def _run_through(
+    parts: Sequence[Callable[[Tensor], Tensor]], x: Tensor, prev_logits: Tensor | None
+) -> Tensor:
+    for part in parts:
+        x = part(x)
+    return x
+
+
 def through(*parts: Callable[[Tensor], Tensor]) -> Step:
     """Return a step of `feature_steps` through parts that take and return a tensor."""
-
-    def step(x: Tensor, _: Tensor | None) -> Tensor:
-        for part in parts:
-            x = part(x)
-        return x
-
-    return step
+    return partial(_run_through, parts)  # torch 2.8 compiles no nested function with annotations
 
 
 class AttnStage(nn.Sequential):

@@ -92,9 +92,13 @@ class _ByParts(torch.autograd.Function):
         """Return gradients, from y = rate * gain * x and d rate / dx = -rate**3 x / D."""
         qk, gain, rate = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True: the gradients are differentiated again
-            differentiate = torch.autograd.functional.vjp
-            _, grads = differentiate(readable, (qk, gain), (grad_q, grad_k), create_graph=True)
-            return grads
+            learns = [
+                x for x, needed in zip((qk, gain), ctx.needs_input_grad, strict=True) if needed
+            ]
+            outputs = readable(qk, gain)
+            grads = torch.autograd.grad(outputs, learns, (grad_q, grad_k), create_graph=True)
+            remaining = iter(grads)
+            return tuple(next(remaining) if needed else None for needed in ctx.needs_input_grad)
         gains = _gains(gain)
         grad_qk = torch.empty_like(qk)
         along = torch.empty_like(rate)

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 import ea_vision
 from ea_vision.base.errors import RunError, UsageError
 from ea_vision.deployment import attention
+from ea_vision.deployment.evolution import fold_evolution
 from ea_vision.layers import AugmentedConv2d, EvolvingAttention, MapsAttention
 from ea_vision.models import list_networks
 from ea_vision.models.inputs import input_channels
@@ -72,6 +73,15 @@ def test_a_device_without_float64():
         deployed = ea_vision.deploy(model)
     assert device.on_cpu
     assert difference(model, deployed, torch.randn(1, 3, 32, 32)) < 1e-4
+
+
+class DoubledEvolution(EvolvingAttention):
+    def forward(self, logits, prev_logits):
+        return 2 * super().forward(logits, prev_logits)
+
+
+def test_a_subclass_of_an_evolution_is_not_folded():
+    assert fold_evolution(DoubledEvolution(2), 2) is None
 
 
 def test_what_is_folded_lies_on_the_layers_device():
