@@ -19,28 +19,37 @@ HELP = "where to compute: auto, cpu, cuda, cuda:1, mps, xpu or another device of
 PINNED = ("cuda", "xpu")
 
 
-def choose_device(name: str, local_rank: int = 0, processes: int = 1) -> torch.device:
-    """Return the device of this process.
-
-    Args:
-        name: of one of torch's devices; auto: its accelerator if there is one, else the CPU.
-        local_rank: number of this process on its machine; each takes a device of its own.
-        processes: number of processes of the run; if there are several, `name` must not have a device number.
+def device_named(name: str) -> torch.device:
+    """Return torch's device of a name; auto: its accelerator if there is one, else the CPU.
 
     Raises:
-        UsageError: unknown device, or one that is not available.
+        UsageError: unknown name.
     """
     if name == "auto":
         name = "cpu"
         if torch.accelerator.is_available():
             name = torch.accelerator.current_accelerator().type
     try:
-        device = torch.device(name)
+        return torch.device(name)
     except RuntimeError as error:
         raise UsageError(
             "--device must be auto, cpu, cuda, cuda:1, mps, xpu or another device of torch's, "
             f"got {name!r}"
         ) from error
+
+
+def choose_device(name: str, local_rank: int = 0, processes: int = 1) -> torch.device:
+    """Return the device of this process.
+
+    Args:
+        name: as `device_named` takes it.
+        local_rank: number of this process on its machine; each takes a device of its own.
+        processes: number of processes of the run; if there are several, `name` must not have a device number.
+
+    Raises:
+        UsageError: unknown device, or one that is not available.
+    """
+    device = device_named(name)
     if device.type == "cpu":
         return torch.device("cpu")
     kind = device.type.upper() if device.type == "cuda" else device.type

@@ -163,8 +163,8 @@ class DataModule:
         """
         set_image_statistics(model, note)
         expected = note.get("classes") or model.pretrained_cfg.get("label_names")
-        are_wordnet = all(re.fullmatch(r"n\d{8}", name) for name in self.classes)
-        if not expected and model.num_classes == 1000 and are_wordnet:
+        is_wordnet = re.compile(r"n\d{8}").fullmatch
+        if not expected and model.num_classes == 1000 and all(map(is_wordnet, self.classes)):
             expected = timm.data.ImageNetInfo().label_names()
         check_classes(model, self.classes, expected, target)
 

@@ -20,7 +20,7 @@ import torch
 from timm.utils import random_seed
 from torch import nn
 
-from ea_vision.base.devices import choose_device
+from ea_vision.base.devices import choose_device, device_named
 from ea_vision.base.errors import RunError, UsageError, as_usage_error, near_matches
 from ea_vision.base.files import atomic_write, check_writable, write_json
 from ea_vision.base.processes import World, join_world, workers_watched
@@ -187,7 +187,8 @@ def folder_of(module: type[DataModule], config: TrainConfig) -> Path:
 
 
 def check_names(module: type[DataModule], config: TrainConfig) -> None:
-    """Raise UsageError for an unknown model or optimiser, or for a keyword that a classifier lacks."""
+    """Raise UsageError for an unknown device, model or optimiser, or for a keyword that a classifier lacks."""
+    device_named(config.device)
     check_model_name(config.model)
     check_optimizer_name(config.opt)
     if module.trainer.watches and config.model_kwargs:  # a classifier

@@ -266,7 +266,7 @@ class Trainer:
         whatever a kill left undone.
         """
         random_states = self.world.gather(random_state(self.world.device))
-        buffers = None  # a run needs only the first process's
+        buffers = None  # all processes have the first one's
         if self.world.size > 1 and self.own_statistics:
             local = {"model": buffers_of(self.model), "best_model": buffers_of(self.best_model)}
             buffers = self.world.gather(local)

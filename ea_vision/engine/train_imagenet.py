@@ -163,10 +163,11 @@ class GrowingTrainer(ClassificationTrainer):
     each epoch, for evaluation, checkpoints and larger images."""
 
     def finish_epoch(self) -> None:
-        size = self.config.size_of(self.progress.epoch)
-        for model in (self.model, self.best_model):
-            if self.config.first_img_size and hasattr(model, "fill_offsets_beyond"):
-                model.fill_offsets_beyond(size)
+        if self.config.first_img_size:
+            size = self.config.size_of(self.progress.epoch)
+            for model in (self.model, self.best_model):
+                if hasattr(model, "fill_offsets_beyond"):
+                    model.fill_offsets_beyond(size)
         super().finish_epoch()
 
 
