@@ -194,7 +194,11 @@ class DecodingLoader(Loader):
 
     def close(self) -> None:
         """End the worker processes."""
-        self._loader = None  # torch's iterator ends them when it is deleted
+        iterator = getattr(self._loader, "_iterator", None)
+        if iterator is not None:
+            # an error may refer to it and so keep it; then torch would report a killed worker again at exit
+            iterator._shutdown_workers()
+        self._loader = None
 
     def _show(self, batches: list[np.ndarray], img_size: int) -> Iterator[Batch]:
         """Yield the batches of these rows of (seed, index), in order."""
