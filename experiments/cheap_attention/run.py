@@ -76,17 +76,17 @@ class Study:
         """Return the epochs of this way, by its name."""
         return {self.plain(epochs, rate): round(epochs * ratio_of(self.placement), 2)}
 
-    def parts(self) -> list[dict[str, float]]:
-        """Return the epochs of each way, in the order in which questions are answered: 1 and 3, 4, 5, 2."""
+    def parts(self) -> dict[int, dict[str, float]]:
+        """Return the epochs of each way by question, in the order in which they are answered; 1 answers 3, too."""
         name = self.placement
-        parts = [{name: SHORT, f"{name} uniform": SHORT, **self.equal_time(SHORT)}]
+        parts = {1: {name: SHORT, f"{name} uniform": SHORT, **self.equal_time(SHORT)}}
         if self.rate and self.plain_rate:
             tuned = at_rate(name, self.rate)
-            parts.append({tuned: SHORT, **self.equal_time(SHORT, self.plain_rate)})
-            parts.append({at_rate(f"{name} uniform", self.rate): SHORT})
+            parts[4] = {tuned: SHORT, **self.equal_time(SHORT, self.plain_rate)}
+            parts[5] = {at_rate(f"{name} uniform", self.rate): SHORT}
         if self.long:
             long = at_rate(f"{name} long", self.rate)
-            parts.append({long: self.long, **self.equal_time(self.long, self.plain_rate)})
+            parts[2] = {long: self.long, **self.equal_time(self.long, self.plain_rate)}
         return parts
 
     def questions(self) -> list[tuple[str, str]]:
@@ -104,6 +104,7 @@ class Study:
 
 
 HYPOTHESES = 5  # questions, tested together
+ANSWERED = (1, 4, 5, 2)  # in this order; the runs of 1 answer 3, too
 STUDY = Study("instead", rate=30, plain_rate=30)
 
 
@@ -122,8 +123,7 @@ def keywords_of(way: str) -> dict:
 
 
 def measure() -> int:
-    """Time a training step of every network in turns and write TIMES."""
-    torch.set_num_threads(1)
+    """Time a training step of every network in turns and write this machine's rows of TIMES."""
     torch.manual_seed(0)
     images = torch.randn(BATCH, 3, SIDE, SIDE).contiguous(memory_format=torch.channels_last)
     calls = {}
@@ -138,19 +138,31 @@ def measure() -> int:
     for way, value in seconds.items():
         ratio = round(value / seconds["plain"], 3)
         rows.append({"way": way, "train_ms": round(1e3 * value, 1), "ratio": ratio})
-    table = pd.DataFrame(rows).assign(hardware=hardware(images.device, 1), torch=torch.__version__)
-    table.to_csv(TIMES, index=False)
+    table = pd.DataFrame(rows).assign(hardware=machine(), torch=torch.__version__)
     print(table.to_string(index=False))
+    if TIMES.exists():
+        former = pd.read_csv(TIMES)
+        table = pd.concat([former[former["hardware"] != machine()], table])
+    table.to_csv(TIMES, index=False)
     return 0
 
 
+def machine() -> str:
+    """Return this machine's name in TIMES."""
+    return hardware(torch.device("cpu"), 1)
+
+
 def ratio_of(placement: str) -> float:
-    """Return the processor time of a placement's training step, in plain steps."""
-    if not TIMES.exists():
+    """Return the processor time of a placement's training step on this machine, in plain steps."""
+    ratios = {}
+    if TIMES.exists():
+        times = pd.read_csv(TIMES)
+        ratios = times[times["hardware"] == machine()].set_index("way")["ratio"]
+    if placement not in ratios:
         raise UsageError(
-            f"the ratios of steps must be measured first: run `times`, {TIMES} is missing"
+            f"the ratios of steps must be measured first: run `times`, {TIMES} has none of {machine()}"
         )
-    return float(pd.read_csv(TIMES).set_index("way")["ratio"][placement])
+    return float(ratios[placement])
 
 
 def options_of(way: str, epochs: float) -> str:
@@ -189,15 +201,23 @@ def validate(
     args: argparse.Namespace, more: list[str], lengths: dict[str, float], file: Path
 ) -> int:
     """Train the ways and keep their best top-1 on the validation photos in a file."""
-    rows = pd.read_csv(file).to_dict("records") if file.exists() else []
     for way, seed, output in run_all(args, more, lengths, args.seeds):
         results = run_folder.read_results(output)
         top1 = results[f"{results['eval_split']}_best"]["top1"]
-        rows = [row for row in rows if (row["way"], row["seed"]) != (way, seed)]
-        rows.append({"way": way, "seed": seed, "epochs": lengths[way], "validation_top1": top1})
-        atomic_write(file, csv_text(rows).encode())
-        print(rows[-1], flush=True)
+        row = {"way": way, "seed": seed, "epochs": lengths[way], "validation_top1": top1}
+        keep(file, [row], "way")
+        print(row, flush=True)
     return 0
+
+
+def keep(file: Path, rows: list[dict], way: str) -> None:
+    """Write rows into a file in place of those of the same way and seed; its others stay. `way`: the column of ways."""
+    new = {(row[way], str(row["seed"])) for row in rows}
+    former = []
+    if file.exists():
+        former = pd.read_csv(file, dtype=str, keep_default_na=False).to_dict("records")
+    others = [row for row in former if (row[way], row["seed"]) not in new]
+    atomic_write(file, csv_text([*others, *rows]).encode())
 
 
 def pilot(args: argparse.Namespace, more: list[str]) -> int:
@@ -226,12 +246,14 @@ def choose_lengths(args: argparse.Namespace, more: list[str]) -> int:
 
 def study(args: argparse.Namespace, more: list[str]) -> int:
     """Make the runs that STUDY names, test each once, and keep their rows in RUNS."""
-    ways = list(dict.fromkeys(chain.from_iterable(STUDY.parts())))
-    for lengths in STUDY.parts():
-        for _, _, output in run_all(args, more, lengths, args.seeds):
+    parts = STUDY.parts()
+    ways = list(dict.fromkeys(chain.from_iterable(parts.values())))
+    for question in args.questions or parts:
+        if question not in parts:
+            raise UsageError(f"STUDY must name the runs of question {question} first")
+        for _, _, output in run_all(args, more, parts[question], args.seeds):
             test(output, args.runs / "data")
-            rows = tested_runs(args.runs, ways, args.runs / "data")
-            atomic_write(RUNS, csv_text(rows).encode())
+            keep(RUNS, tested_runs(args.runs, ways, args.runs / "data"), "variant")
     return 0
 
 
@@ -289,10 +311,15 @@ def main(argv: list[str] | None = None) -> int:
             )
         if name == "lengths":
             part.add_argument("--epochs", type=int, nargs="+", required=True)
+        if name == "study":
+            part.add_argument(
+                "--questions", type=int, nargs="+", choices=ANSWERED, help="(default: all)"
+            )
         seeds = SEEDS if name == "study" else PILOT_SEEDS
         shown = f"(default: {seeds[0]} to {seeds[-1]})"
         part.add_argument("--seeds", type=int, nargs="+", default=seeds, help=shown)
     args, more = parser.parse_known_args(argv)
+    torch.set_num_threads(1)
     if args.part == "times":
         return measure()
     if args.part == "analyse":

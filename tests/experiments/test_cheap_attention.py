@@ -1,5 +1,7 @@
 """The study of attention in few places: each placement begins with the plain weights, and complete runs are kept."""
 
+import re
+
 import pandas as pd
 import pytest
 from scipy.stats import ttest_1samp
@@ -28,11 +30,20 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
+def measured(machine, ratio):
+    """Rows of TIMES."""
+    return pd.DataFrame({"way": [*study.PLACEMENTS], "ratio": ratio, "hardware": machine})
+
+
 def test_the_pilots_and_the_study_keep_a_row_of_each_run(place, monkeypatch):
     folders = [str(place / name) for name in ("tiny", "scenes", "runs")]
     with refused("must be measured first"):
         study.main(["pilot", *folders])
-    pd.DataFrame({"way": list(study.PLACEMENTS), "ratio": 1.5}).to_csv(study.TIMES)
+    elsewhere = measured("another machine", 9)
+    elsewhere.to_csv(study.TIMES)
+    with refused(re.escape(f"has none of {study.machine()}")):
+        study.main(["pilot", *folders])
+    pd.concat([elsewhere, measured(study.machine(), 1.5)]).to_csv(study.TIMES)
     assert study.main(["pilot", *folders]) == 0
     rows = pd.read_csv(study.PILOT).set_index("way")
     assert rows["epochs"][["late", "last", "instead"]].tolist() == [1, 1, 1]
@@ -51,11 +62,21 @@ def test_the_pilots_and_the_study_keep_a_row_of_each_run(place, monkeypatch):
     assert pd.read_csv(study.LENGTH_RUNS)["way"].tolist() == ["plain 1 rate 3"]
     assert not list((place / "runs").glob("*-100/test")), "the pilots saw no test photo"
     command = ["study", *folders, "--seeds", "110", "111"]
-    assert study.main(command) == 0
+    former = (
+        "variant,seed,test_top1,train_loss,seconds,alpha,beta\nfrom elsewhere,1,83.70,0.9,354,,\n"
+    )
+    study.RUNS.write_text(former)
+    with refused("runs of question 2 first"):
+        study.main([*command, "--questions", "2"])
+    assert study.main([*command, "--questions", "4"]) == 0
+    assert study.RUNS.read_text().startswith(former)
     plain = "plain as long as instead 1"
-    ways = ["instead", "instead uniform", plain, f"{plain} rate 3"]
+    ways = ["from elsewhere", "instead", f"{plain} rate 3"]
+    assert pd.read_csv(study.RUNS)["variant"].unique().tolist() == ways
+    assert study.main(command) == 0
     tested = pd.read_csv(study.RUNS)
-    assert tested["variant"].unique().tolist() == ways
+    assert set(tested["variant"]) == {*ways, "instead uniform", plain}
+    assert not tested.duplicated(["variant", "seed"]).any()
     weights = [*(place / "runs").rglob("model.safetensors")]
     times = [path.stat().st_mtime_ns for path in weights]
     assert study.main(command) == 0
@@ -64,15 +85,16 @@ def test_the_pilots_and_the_study_keep_a_row_of_each_run(place, monkeypatch):
 
 
 def test_each_question_has_its_runs(place):
-    pd.DataFrame({"way": ["instead"], "ratio": 1.5}).to_csv(study.TIMES)
+    measured(study.machine(), 1.5).to_csv(study.TIMES)
     chosen = study.Study("instead", rate=3, plain_rate=10, long=24)
     plain = "plain as long as instead"
-    assert chosen.parts() == [
-        {"instead": 1, "instead uniform": 1, f"{plain} 1": 1.5},
-        {"instead rate 3": 1, f"{plain} 1 rate 10": 1.5},
-        {"instead uniform rate 3": 1},
-        {"instead long rate 3": 24, f"{plain} 24 rate 10": 36},
-    ]
+    assert chosen.parts() == {
+        1: {"instead": 1, "instead uniform": 1, f"{plain} 1": 1.5},
+        4: {"instead rate 3": 1, f"{plain} 1 rate 10": 1.5},
+        5: {"instead uniform rate 3": 1},
+        2: {"instead long rate 3": 24, f"{plain} 24 rate 10": 36},
+    }
+    assert tuple(chosen.parts()) == study.ANSWERED
     assert chosen.questions() == [
         ("instead", f"{plain} 1"),
         ("instead", "instead uniform"),
