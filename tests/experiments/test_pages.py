@@ -305,6 +305,10 @@ def cheap_attention():
     for rate in (3, 10, 30):
         leads.append(top1[f"instead rate {rate}"] - top1[f"plain as long as instead 6 rate {rate}"])
     assert max(leads[1:]) < 0
+    lengths = table("cheap-attention-lengths.csv").set_index("epochs")["validation_top1"]
+    assert lengths[30] - lengths[24] < 0.5
+    said = f"{lengths[24]:.2f}% after 24 epochs and {lengths[30]:.2f}% after 30"
+    yield page, "Learning rates", said
     yield page, "Learning rates", f"the lead is {leads[0]:.1f} points"
     tested = table("cheap-attention-runs.csv").groupby("variant")["test_top1"].mean()
     looks_at_nothing = tested["instead uniform"] - tested["plain as long as instead 6"]
