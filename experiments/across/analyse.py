@@ -22,7 +22,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from ea_vision.base.errors import UsageError, exit_code
-from experiments.across.plan import RESULTS, RUNS, SECOND, THIRD, Part, run_time, step_times
+from experiments.across.plan import FOURTH, RESULTS, RUNS, SECOND, THIRD, Part, run_time, step_times
 from experiments.across.sequences import MECHANISMS
 from experiments.evidence import (
     by_variant,
@@ -94,14 +94,15 @@ def effects_of(
 
     found_at_80_percent: the gain, in points, that the seeds find at 80% power; for hypotheses at Holm's first level.
     run_ratio: mean seconds of a variant's runs / those of the baseline. time_ratio: the same ratio of processor time,
-    computed from the training steps in verdict-times.csv.
+    computed from the training steps in the part's file of times.
     """
     top1 = by_variant(runs)
     seconds = runs.groupby("variant")["seconds"].mean()
+    hypotheses = part.hypotheses or len(part.tested)
     rows = []
     for name in (*part.tested, *part.described):
         differences = top1[name] - top1[part.baseline]
-        level = 0.05 / len(part.tested) if name in part.tested else 0.05
+        level = 0.05 / hypotheses if name in part.tested else 0.05
         ratio = run_time(times, part, name) / run_time(times, part, part.baseline)
         rows.append(
             {
@@ -116,7 +117,7 @@ def effects_of(
     table = pd.DataFrame(rows)
     table["p"] = table["p"].where(table["name"].isin(part.tested))
     tested = table["p"].notna()
-    corrected = holm(table["p"][tested], len(part.tested))
+    corrected = holm(table["p"][tested], hypotheses)
     p_values = pd.Series(corrected, table.index[tested])
     table.insert(table.columns.get_loc("p") + 1, "p_holm", p_values)
     return table
@@ -215,7 +216,6 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     args.output.mkdir(parents=True, exist_ok=True)
     tables: dict[Part, pd.DataFrame] = {}
-    times = step_times()
     # (part, variant) with a significant gain; the parts in AFTER are tested only after such a gain
     confirmed: set[tuple[str, str]] = set()
     for part in RUNS.values():
@@ -229,7 +229,7 @@ def main(argv: list[str] | None = None) -> int:
             if not before & confirmed:
                 part = replace(part, tested=(), described=part.tested)
         write_runs(runs[runs["variant"].isin(part.own)], args.output / f"{part.name}.csv")
-        effects = effects_of(part, runs, times)
+        effects = effects_of(part, runs, step_times(part.times))
         tables[part] = effects
         gains = effects["difference"].gt(0) & effects["p_holm"].lt(0.05)
         confirmed |= {(part.name, name) for name in effects["name"][gains]}
@@ -239,7 +239,7 @@ def main(argv: list[str] | None = None) -> int:
     pd.concat(tables.values()).to_csv(args.output / "verdict.csv", index=False)
     draw(tables).savefig(args.output / "verdict.png", dpi=200)
     # the pages give these parts in words, not in the table
-    in_words = {"vit-alone", "vit-dear", *SECOND, *THIRD} - {"second-updates"}
+    in_words = {"vit-alone", "vit-dear", *SECOND, *THIRD, *FOURTH} - {"second-updates"}
     main_parts = {part: effects for part, effects in tables.items() if part.name not in in_words}
     print(*verdict_table(main_parts), "", sep="\n")
     try:

@@ -5,12 +5,15 @@
 
 Medians of processor time over the repeats, one thread, float32, AdamW; the networks of a block run in turns.
 For vit_small_patch16_224 the networks are timm's and `ea_vision.evolve` of it at the identity start; the small ViT is
-the verdict's. --verdict times the verdict's own networks in bfloat16, all in one block, each by its fastest code. For
+the verdict's. --verdict times the verdict's own networks in bfloat16, all in one block, each by its fastest code;
+--verdict --alone those without a mechanism (fourth-times.csv). For
 timm's own attention this is the unfused code: torch's fused attention takes twice as long in bfloat16 on a CPU.
 """
 
 import argparse
 import time
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import pandas as pd
@@ -42,12 +45,13 @@ def networks(name: str) -> dict[str, nn.Module]:
     }
 
 
-def verdict_networks(name: str) -> dict[str, nn.Module]:
-    """Return the verdict's networks by kind, "plain" first, each with its fastest code."""
+def verdict_networks(name: str, alone: bool = False) -> dict[str, nn.Module]:
+    """Return the verdict's networks by kind, "plain" first, each with its fastest code; alone: no other kind."""
     network = NETWORKS[name]
+    import_module(network.module)
     keywords = {**network.keywords, "num_classes": network.classes}
     models = {}
-    for kind in ("plain", *kinds_of(name)):
+    for kind in ("plain",) if alone else ("plain", *kinds_of(name)):
         set_fused_attn(kind not in UNFUSED)
         models[kind] = timm.create_model(
             network.model, **keywords, **({} if kind == "plain" else mechanism(name, kind))
@@ -92,13 +96,15 @@ def main() -> None:
     parser.add_argument("csv", type=Path)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--verdict", action="store_true", help="time the verdict's networks")
+    parser.add_argument("--alone", action="store_true", help="of these, those without a mechanism")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.verdict:
         amp = "bfloat16"
         layout = torch.channels_last
         # One block: the small ViT with and without token_conv are compared with each other, too.
-        blocks = [(list(NETWORKS), verdict_networks, 32, 128)]
+        make_networks = partial(verdict_networks, alone=args.alone)
+        blocks = [(list(NETWORKS), make_networks, 32, 128)]
     else:
         amp = "none"
         layout = torch.contiguous_format

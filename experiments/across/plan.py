@@ -9,6 +9,7 @@ from typing import Any
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "across"
 VIT, RIVAL, NARROW = "small ViT", "small ViT, token_conv", "narrow Conv-Transformer"
+ONE = "small ViT, one convolution"
 LONGER, EVEN = (
     "token_conv longer",
     "token_conv same operations",
@@ -32,18 +33,23 @@ _NARROW = "--recipe fast --epochs 4 --holdout 5000".split()
 
 @dataclass(frozen=True)
 class Network:
-    """A network without mechanism, its keywords, its data set and its training options."""
+    """A network without mechanism, its keywords, its data set, its training options, and the module whose commands
+    know it."""
 
     model: str
     keywords: Mapping[str, Any]
     data: str
     classes: int
     options: Sequence[str]
+    module: str = "ea_vision"
 
 
 NETWORKS = {
     VIT: Network("vit_mini_patch4_32", {}, "cifar10", 10, _VIT),
     RIVAL: Network("vit_mini_patch4_32", {"token_conv": "paper"}, "cifar10", 10, _VIT),
+    ONE: Network(
+        "vit_mini_one_conv", {}, "cifar10", 10, _VIT, module="experiments.across.one_convolution"
+    ),
     NARROW: Network(
         "conv_transformer_cifar", {"widths": [16, 32, 64, 64]}, "cifar100", 100, _NARROW
     ),
@@ -68,8 +74,10 @@ class Part:
     """A sweep of the verdict: its variants over its seeds, each compared with the baseline.
 
     tested: the variants that are hypotheses, corrected together (Holm). described: variants without a test.
-    network: a key of NETWORKS and its name in verdict-times.csv.
+    network: a key of NETWORKS and its name in the file of times.
     beside: other parts to which the runs of some of the variants belong.
+    times: the file of the steps' times, measured on the machine of the runs.
+    hypotheses: the number of tests that p is corrected for; 0: the tested variants alone.
     """
 
     name: str
@@ -80,6 +88,8 @@ class Part:
     seeds: range
     network: str
     beside: tuple[str, ...] = ()
+    times: str = "verdict-times.csv"
+    hypotheses: int = 0
 
     @property
     def variants(self) -> tuple[str, ...]:
@@ -287,7 +297,40 @@ THIRD = {
         beside=("second-updates",),
     ),
 }
-RUNS = PARTS | SECOND | THIRD
+
+# fourth.md
+AS_ALL, LONG_ONE = "one convolution as long as token_conv", "one convolution 69 epochs"
+EPOCHS |= {AS_ALL: 8.62, LONG_ONE: 69}
+FOURTH = {
+    part.name: part
+    for part in (
+        Part(
+            "fourth-short",
+            "token_conv beside one convolution, equal time",
+            AS_ALL,
+            ("token_conv",),
+            (AS_TOKEN_CONV,),
+            range(200, 208),
+            ONE,
+            beside=("second-updates", "second-token-conv"),
+            times="fourth-times.csv",
+            hypotheses=2,
+        ),
+        Part(
+            "fourth-long",
+            "the same, long training",
+            LONG_ONE,
+            (LONG_TOKEN_CONV,),
+            (LONG_PLAIN,),
+            range(200, 203),
+            ONE,
+            beside=("second-long", "third-long"),
+            times="fourth-times.csv",
+            hypotheses=2,
+        ),
+    )
+}
+RUNS = PARTS | SECOND | THIRD | FOURTH
 
 
 def kinds_of(network: str) -> list[str]:
@@ -301,14 +344,18 @@ def kinds_of(network: str) -> list[str]:
     return [kind for kind in dict.fromkeys(kinds) if kind != "token_conv"]
 
 
-def step_times() -> Mapping[tuple[str, str], float]:
+def step_times(file: str = "verdict-times.csv") -> Mapping[tuple[str, str], float]:
     """Return processor time of a training step in ms, by network and kind."""
-    rows = csv.DictReader((RESULTS / "verdict-times.csv").read_text(encoding="utf-8").splitlines())
+    rows = csv.DictReader((RESULTS / file).read_text(encoding="utf-8").splitlines())
     return {(row["network"], row["kind"]): float(row["train_ms"]) for row in rows}
 
 
 def run_time(times: Mapping[tuple[str, str], float], part: Part, variant: str) -> float:
     """Return the relative processor time of a run: ms per training step, times its epochs / 8."""
-    kind = "plain" if variant == part.baseline else variant.partition(" ")[0]
-    step = times[RIVAL, "plain"] if kind == "token_conv" else times[part.network, kind]
+    kind = variant.partition(" ")[0]
+    networks = {"plain": VIT, "token_conv": RIVAL}
+    if kind in networks:
+        step = times[networks[kind], "plain"]
+    else:
+        step = times[part.network, "plain" if variant == part.baseline else kind]
     return step * EPOCHS.get(variant, 8) / 8
