@@ -829,6 +829,7 @@ TABLES: dict[str, dict[str, Callable[[], list[str]]]] = {
         "second": lambda: verdict("second-"),
         "third": lambda: verdict("third-"),
     },
+    "experiments/across/fourth.md": {"fourth": lambda: verdict("fourth-")},
     "experiments/text/README.md": {"results": sentences},
     "experiments/others.md": {
         "Tiny-ImageNet": lambda: tiny_runs("attention", "images == 160"),

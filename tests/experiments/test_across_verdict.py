@@ -11,18 +11,21 @@ from matplotlib.figure import Figure
 
 from ea_vision.sizes import count
 from experiments import sweep
-from experiments.across import analyse, power, run
+from experiments.across import analyse, one_convolution, power, run
 from experiments.across.plan import (
+    AS_ALL,
     AS_GATED,
     AS_ONE_FUNCTION,
     AS_TOKEN_CONV,
     AS_XSA,
     EPOCHS,
     EVEN,
+    LONG_ONE,
     LONG_PLAIN,
     LONG_TOKEN_CONV,
     LONGER,
     NETWORKS,
+    ONE,
     PARTS,
     RESULTS,
     RIVAL,
@@ -97,6 +100,30 @@ def test_equal_operations_are_those_that_are_counted():
     with torch.device("meta"):
         ratio = operations(**mechanism(RIVAL, "conv2d")) / operations()
     assert EPOCHS[EVEN] == round(8 * ratio, 2)
+
+
+def test_one_convolution_is_token_conv_without_the_later_ones():
+    torch.manual_seed(1)
+    rival = one_convolution.vit_mini_one_conv(num_classes=10)
+    torch.manual_seed(1)
+    every = timm.create_model("vit_mini_patch4_32", num_classes=10, token_conv="paper")
+    kept = rival.state_dict()
+    for name, tensor in every.state_dict().items():
+        if name in kept:
+            assert torch.equal(kept.pop(name), tensor), name
+        else:
+            assert ".token_conv." in name and "blocks.1." not in name, name
+            tensor.zero_()
+    assert not kept
+    images = torch.randn(2, 3, 32, 32)
+    assert torch.equal(rival(images), every(images))
+
+
+def test_the_lengths_of_the_fourth_verdict_are_equal_time():
+    times = step_times("fourth-times.csv")
+    ratio = times[RIVAL, "plain"] / times[ONE, "plain"]
+    assert EPOCHS[AS_ALL] == round(8 * ratio, 2)
+    assert EPOCHS[LONG_ONE] == round(64 * ratio)
 
 
 def test_the_analysis_gives_the_kept_verdict_and_the_tables_of_the_pages(
