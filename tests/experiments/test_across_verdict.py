@@ -45,6 +45,7 @@ PAGE = "docs/across-layers.md"
 WHICH = "Which to use"
 says = partial(page_says, PAGE)
 PROTOCOL = "experiments/across/README.md"
+FOURTH = "experiments/across/fourth.md"
 
 
 def test_runs_with_a_row_are_not_made_again_and_seeds_come_one_after_another(tmp_path, monkeypatch):
@@ -124,6 +125,8 @@ def test_the_lengths_of_the_fourth_verdict_are_equal_time():
     ratio = times[RIVAL, "plain"] / times[ONE, "plain"]
     assert EPOCHS[AS_ALL] == round(8 * ratio, 2)
     assert EPOCHS[LONG_ONE] == round(64 * ratio)
+    rows = top1_of("across/second-updates.csv")["token_conv"]
+    page_says(FOURTH, "", f"{ratio:.3f} steps", f"({rows[200]:.2f} and {rows[201]:.2f}%)")
 
 
 def test_the_analysis_gives_the_kept_verdict_and_the_tables_of_the_pages(
@@ -161,7 +164,18 @@ def test_the_page_says_what_the_kept_runs_say():
         ("vit-rival", "conv2d"),
         ("second-token-conv", "token_conv"),
         ("third-long", LONG_TOKEN_CONV),
+        ("fourth-short", "token_conv"),
+        ("fourth-long", LONG_TOKEN_CONV),
     ]
+    for part, name in list(significant.index)[-2:]:
+        p = significant.loc[(part, name), "p_holm"]
+        says(WHICH, f"p = {p:.3f}")
+    top1 = [
+        top1_of(f"across/{part}-long.csv").loc[200:202, name].mean()
+        for part, name in (("third", LONG_PLAIN), ("fourth", LONG_ONE), ("second", LONG_TOKEN_CONV))
+    ]
+    plain, one, every = top1
+    page_says(FOURTH, "The answer", f"{plain:.2f}% (plain), {one:.2f}% (one) and {every:.2f}%")
     zeros = rows.loc["third-zeros", ZERO_TOKEN_CONV]["difference"]
     random = top1_of("across/second-long.csv")[LONG_TOKEN_CONV]
     gain = (random - top1_of("across/third-long.csv")[LONG_PLAIN])[200]
@@ -173,7 +187,6 @@ def test_the_page_says_what_the_kept_runs_say():
     today = table("across/verdict-times-without-kernel.csv").set_index(["network", "kind"])
     without = today.loc[("small ViT, token_conv", "conv2d"), "train_ratio"]
     says(WHICH, f"without it a step takes {without:.2f} times as long")
-    says(WHICH, f"without it `conv2d` makes {64 / without:.0f}")
 
 
 def test_what_mechanisms_cost():
