@@ -229,7 +229,7 @@ def main(argv: list[str] | None = None) -> int:
             if not before & confirmed:
                 part = replace(part, tested=(), described=part.tested)
         write_runs(runs[runs["variant"].isin(part.own)], args.output / f"{part.name}.csv")
-        if part.variants == (part.baseline,):  # its runs belong to another part's comparison
+        if not (part.tested or part.described):  # its runs belong to another part's comparison
             continue
         effects = effects_of(part, runs, step_times(part.times))
         tables[part] = effects

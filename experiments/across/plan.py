@@ -1,6 +1,7 @@
 """The parts of the verdict as fixed in README.md of this folder; run, benchmark, power and analyse import them."""
 
 import csv
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -353,6 +354,7 @@ def kinds_of(network: str) -> list[str]:
     return [kind for kind in dict.fromkeys(kinds) if kind != "token_conv"]
 
 
+@functools.cache
 def step_times(file: str = "verdict-times.csv") -> Mapping[tuple[str, str], float]:
     """Return processor time of a training step in ms, by network and kind."""
     rows = csv.DictReader((RESULTS / file).read_text(encoding="utf-8").splitlines())

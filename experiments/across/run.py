@@ -53,10 +53,10 @@ def train(part: Part, variant: str, seed: int, runs: Path, data: dict[str, Path]
         kind = mechanism(part.network, variant).get("evolution", "plain")
     os.environ["TIMM_FUSED_ATTN"] = "0" if kind in UNFUSED else "1"
     images = ["--dataset", "folder", "--data-dir", str(data[part.data])]
-    module = NETWORKS[part.network].module
-    command = ["-m", module, "train-cifar", *part.options(variant), *images]
+    network = NETWORKS[part.network]
+    command = ["-m", network.module, "train-cifar", *part.options(variant), *images]
     run = sweep.train(command, runs / f"{part.name},{variant},{seed}", seed)
-    options = " ".join([NETWORKS[part.network].model, *part.keywords(variant)])
+    options = " ".join([network.model, *part.keywords(variant)])
     return pd.DataFrame([{"variant": variant, **run, "options": options}])
 
 

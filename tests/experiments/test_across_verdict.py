@@ -170,11 +170,9 @@ def test_the_page_says_what_the_kept_runs_say():
     for part, name in list(significant.index)[-2:]:
         p = significant.loc[(part, name), "p_holm"]
         says(WHICH, f"p = {p:.3f}")
-    top1 = [
-        top1_of(f"across/{part}-long.csv").loc[200:202, name].mean()
-        for part, name in (("third", LONG_PLAIN), ("fourth", LONG_ONE), ("second", LONG_TOKEN_CONV))
-    ]
-    plain, one, every = top1
+    plain = top1_of("across/third-long.csv")[LONG_PLAIN].mean()
+    one = top1_of("across/fourth-long.csv").loc[200:202, LONG_ONE].mean()
+    every = top1_of("across/second-long.csv")[LONG_TOKEN_CONV].mean()
     page_says(FOURTH, "The answer", f"{plain:.2f}% (plain), {one:.2f}% (one) and {every:.2f}%")
     zeros = rows.loc["third-zeros", ZERO_TOKEN_CONV]["difference"]
     random = top1_of("across/second-long.csv")[LONG_TOKEN_CONV]
